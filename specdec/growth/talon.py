@@ -1,0 +1,62 @@
+"""TALON (arXiv 2601.07353, Algorithm 2): one node budget, top-K at the root, a confidence gate below."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from specdec_kernels import confidence_gate
+from torch import Tensor
+
+from specdec.sampling import Noise
+from specdec.tree import DraftTree, Layer
+
+
+@dataclass(frozen=True)
+class Talon:
+    """Sure contexts grow deep and narrow, unsure ones shallow and wide.
+
+    Attributes:
+        budget: N, nodes of the finished tree, the root included (the paper's |T|).
+        mu: a candidate stays if its path probability is at least mu times the best of its layer; in (0, 1].
+        top_k: K, children of the root.
+        init_layers: how many layers from the root on take their top K instead of the gate; the paper uses 1.
+        max_depth: optional cap on the depth; the paper has none.
+    """
+
+    budget: int = 60
+    mu: float = 0.03
+    top_k: int = 10
+    init_layers: int = 1
+    max_depth: int | None = None
+
+    def __post_init__(self) -> None:
+        for name, least in (("budget", 2), ("top_k", 1), ("init_layers", 0)):
+            if getattr(self, name) < least:
+                raise ValueError(f"talon: {name} is {getattr(self, name)}; expected at least {least}")
+        if not 0 < self.mu <= 1:
+            raise ValueError(f"talon: mu is {self.mu}; expected a number in (0, 1] (1 keeps only the best candidate)")
+        if self.max_depth is not None and self.max_depth < 1:
+            raise ValueError(f"talon: max_depth is {self.max_depth}; expected at least 1, or None for no cap")
+
+    @property
+    def capacity(self) -> int:
+        return self.budget
+
+    def grow(self, tree: DraftTree, nodes: Tensor, logits: Tensor, noise: Noise) -> Layer:
+        parent_scores = torch.where(nodes >= 0, tree.scores.gather(1, nodes.clamp(min=0)), float("-inf"))
+        left = self.budget - tree.count
+        width = min(self.budget - 1, logits.shape[1] * logits.shape[2])
+        if tree.depth < self.init_layers:
+            width = min(width, self.top_k)
+            gated = confidence_gate(logits, parent_scores, 0.0, left.clamp(max=width), width)
+        else:
+            gated = confidence_gate(logits, parent_scores, self.mu, left, width)
+        at, token, score, count = gated
+        full = tree.count + count >= self.budget
+        last = self.max_depth is not None and tree.depth + 1 >= self.max_depth
+        everything = torch.arange(width, device=nodes.device).expand_as(token)
+        return Layer(nodes.gather(1, at), token, score, count, everything, count * ~(full | last))
+
+    def finish(self, tree: DraftTree) -> DraftTree:
+        return tree

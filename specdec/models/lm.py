@@ -1,0 +1,100 @@
+"""One wrapper for target, proxy and draft model: pending ids and tree nodes in, logits and features out."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from specdec.models import llama
+from specdec.models.attention import Step
+from specdec.models.cache import KVCache
+from specdec.models.huggingface import HuggingFaceModel
+from specdec.protocols import Span
+from specdec.rows import Rows
+from specdec.tree import Placement
+
+
+class Backbone(Protocol):
+    """The arithmetic of a model: `huggingface.HuggingFaceModel` or `llama.LeanLlama`."""
+
+    config: object
+    dtype: torch.dtype
+    device: torch.device
+
+    def run(self, ids: Tensor, step: Step, taps: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]: ...
+
+    def head(self, hidden: Tensor) -> Tensor: ...
+
+
+class CausalLM:
+    """A causal language model with a cache of its own.
+
+    Attributes:
+        name: its key in `Rows.cached`.
+        taps: layers whose inputs are the features (layer n = what the last one gives, before the final norm).
+        calls: forward passes so far.
+    """
+
+    def __init__(self, model: PreTrainedModel, name: str = "target", lean: bool = False):
+        """
+        Args:
+            model: a `transformers` causal LM; it is borrowed.
+            lean: take over its weights for the lean CPU forward; the model is not usable afterwards.
+        """
+        self.backbone: Backbone = llama.LeanLlama(model) if lean else HuggingFaceModel(model)
+        self.config = config = model.config
+        self.name = name
+        self.taps: tuple[int, ...] = ()
+        self.calls = 0
+        self.vocab_size: int = config.vocab_size
+        self.context: int = config.max_position_embeddings
+        generation = getattr(model, "generation_config", None)
+        self.eos_token_ids = _as_ids(config.eos_token_id) | _as_ids(generation and generation.eos_token_id)
+        self.dtype, self.device = self.backbone.dtype, self.backbone.device
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        self.cache = KVCache(config.num_hidden_layers, kv_heads, head_dim, self.dtype, self.device)
+
+    def start(self, rows: Rows, capacity: int) -> None:
+        """Empties the cache for new rows and makes room for `capacity` entries a row."""
+        rows.start_cache(self.name)
+        self.cache.start(len(rows), capacity)
+
+    @torch.inference_mode()
+    def forward(self, rows: Rows, tree: Placement | None = None) -> tuple[Tensor, Span | None]:
+        """Reads the pending ids of each row, then the nodes of its tree.
+
+        The entries are written but not counted: `Rows.cached` moves when they are committed.
+
+        Returns:
+            Logits [B, M, V] behind the last pending id (column 0, if anything was pending) and behind each node, and
+            the features of every column (None without taps).
+        """
+        self.calls += 1
+        pending = rows.pending(self.name)
+        last = max(rows.host.length) - 1
+        step = Step(self.cache, rows.cached[self.name], rows.length - 1, pending, last, tree)
+        ids = rows.window(pending)
+        if tree is not None:
+            ids = torch.cat((ids, tree.tokens), dim=1)
+        hidden, features = self.backbone.run(ids, step, self.taps)
+        logits = self.backbone.head(hidden[:, max(pending - 1, 0) :])
+        if not features:
+            return logits, None
+        return logits, Span(rows.length - pending, torch.cat(features, dim=-1), self.name)
+
+    def commit(self, rows: Rows, slots: Tensor, length: Tensor) -> None:
+        """Keeps the pending ids and the tree entries at `slots` [B, D], the first `length` [B] of them.
+
+        Called before the rows are extended: the root is still the last id.
+        """
+        if slots.shape[1]:
+            self.cache.commit(rows.length[:, None] - 1 + slots.clamp(min=0), rows.length, length)
+        rows.cached[self.name] = rows.length + length
+
+
+def _as_ids(value: int | list[int] | None) -> frozenset[int]:
+    return frozenset() if value is None else frozenset([value] if isinstance(value, int) else value)
