@@ -31,6 +31,7 @@ class Decoder:
         tokenizer: for prompts and output as text; ids work without.
         eos_token_ids: by default those of the model's generation config.
         method: the name that results carry.
+        exact: refuse a verifier that is not lossless.
     """
 
     def __init__(
@@ -42,6 +43,7 @@ class Decoder:
         tokenizer: PreTrainedTokenizerBase | None = None,
         eos_token_ids: Sequence[int] | None = None,
         method: str = "custom",
+        exact: bool = False,
     ):
         if (drafter is None) != (growth is None):
             given, missing = ("drafter", "growth") if growth is None else ("growth", "drafter")
@@ -50,6 +52,8 @@ class Decoder:
         self.target.taps = drafter.taps if drafter else ()
         self.drafter, self.growth, self.method = drafter, growth, method
         self.verifier = verifier or TargetVerifier(self.target)
+        if exact and not self.verifier.lossless:
+            raise ValueError(f"exact=True refuses {type(self.verifier).__name__}, which is not lossless")
         self.tokenizer = tokenizer
         self.eos_token_ids = frozenset(self.target.eos_token_ids if eos_token_ids is None else eos_token_ids)
         self.plain_step_seconds: float | None = None
@@ -100,7 +104,10 @@ class Decoder:
             ValueError: what was given, what was expected, what to do.
         """
         prompts, single = encode(prompt, self.tokenizer)
-        outputs = [Output(ids, self.method, self.verifier.lossless, plain_step_seconds=self.plain_step_seconds) for ids in prompts]
+        outputs = [
+            Output(ids, self.method, self.verifier.lossless, plain_step_seconds=self.plain_step_seconds)
+            for ids in prompts
+        ]
         for _ in self._run(prompts, outputs, **options):
             pass
         return outputs[0] if single else outputs
@@ -144,7 +151,9 @@ class Decoder:
         check_request(prompts, max_new_tokens, seeds, stops, self.target, self.tokenizer)
         eos = self.eos_token_ids if eos_token_ids is None else frozenset(eos_token_ids)
         decode = self.tokenizer.decode if self.tokenizer and stops else None
-        rows = Rows(prompts, max_new_tokens, seeds, Stopping(eos, stops, decode), self.target.context, self.target.device)
+        rows = Rows(
+            prompts, max_new_tokens, seeds, Stopping(eos, stops, decode), self.target.context, self.target.device
+        )
         for latest in self.rounds(rows, sampler) if max_new_tokens else ():
             for row, output in enumerate(outputs):
                 if output.finish_reason is None:

@@ -72,9 +72,7 @@ def check_request(
         if not ids:
             raise ValueError(f"{which} is empty; expected at least one token (a BOS token will do)")
         if len(ids) > target.context:
-            raise ValueError(
-                f"{which} has {len(ids)} tokens, but the target's context is {target.context}; shorten it"
-            )
+            raise ValueError(f"{which} has {len(ids)} tokens, but the target's context is {target.context}; shorten it")
         if not 0 <= min(ids) <= max(ids) < target.vocab_size:
             wrong = next(i for i in ids if not 0 <= i < target.vocab_size)
             raise ValueError(

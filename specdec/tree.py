@@ -115,7 +115,12 @@ class DraftTree:
     def whole(self) -> Placement:
         """All nodes below the root, node i at slot i: what a verifier reads."""
         return Placement(
-            self.tokens[:, 1:], self.depths[:, 1:], self.parents[:, 1:].clamp(min=0), 1, self.lineage()[:, 1:], self.depths
+            self.tokens[:, 1:],
+            self.depths[:, 1:],
+            self.parents[:, 1:].clamp(min=0),
+            1,
+            self.lineage()[:, 1:],
+            self.depths,
         )
 
     def lineage(self) -> Tensor:

@@ -138,7 +138,7 @@ def ancestors(parents: Tensor) -> Tensor:
     Returns:
         [B, N, N] bool, [b, i, j] = j is i or an ancestor of i.
     """
-    rows, size = parents.shape
+    size = parents.shape[1]
     index = torch.arange(size, device=parents.device)
     reach = ((parents[..., None] == index) | (index[:, None] == index)).float()
     reach[..., 0] = 1.0  # the root is everybody's ancestor

@@ -26,13 +26,16 @@ class Eagle3Drafter:
     Args:
         head: the network; its dtype is the dtype of the cache.
         taps: the target layers whose inputs it was trained on, lowest first.
+        rank_acceptance: chance that the b-th best child is accepted, where it was measured (see `cost.plan`).
     """
 
-    def __init__(self, head: Eagle3Head, taps: tuple[int, ...]):
+    def __init__(self, head: Eagle3Head, taps: tuple[int, ...], rank_acceptance: tuple[float, ...] | None = None):
         config = head.config
         if len(taps) != config.num_features:
-            raise ValueError(f"{len(taps)} taps {taps} were given, but the head's fc reads {config.num_features} features")
-        self.head, self.taps = head, taps
+            raise ValueError(
+                f"{len(taps)} taps {taps} were given, but the head's fc reads {config.num_features} features"
+            )
+        self.head, self.taps, self.rank_acceptance = head, taps, rank_acceptance
         self.vocab_size = config.draft_vocab_size
         self.dtype = head.norm.weight.dtype
         self.cache = KVCache(1, config.num_kv_heads, config.head_dim, self.dtype, head.d2t.device)

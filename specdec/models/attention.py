@@ -36,7 +36,11 @@ class Step:
         offsets = torch.arange(1 - pending, 1, device=device)
         index = root[:, None] + offsets
         self.end = last + 1
-        positions, entries, seen = [index.clamp(min=0)], [torch.where(index < cached[:, None], cache.scrap, index)], [index]
+        positions, entries, seen = (
+            [index.clamp(min=0)],
+            [torch.where(index < cached[:, None], cache.scrap, index)],
+            [index],
+        )
         width = 0
         if tree is not None:
             width = tree.tokens.shape[1]
@@ -85,7 +89,9 @@ class Step:
         rows, queries, heads, dim = query.shape
         groups = heads // key.shape[2]
         # the query heads that share a key head become rows of one product, so no key is repeated
-        folded = query.view(rows, queries, -1, groups, dim).permute(0, 2, 3, 1, 4).reshape(rows, -1, groups * queries, dim)
+        folded = (
+            query.view(rows, queries, -1, groups, dim).permute(0, 2, 3, 1, 4).reshape(rows, -1, groups * queries, dim)
+        )
         mask = self.mask(window)
         if mask is not None:
             mask = mask.repeat(1, 1, groups, 1)

@@ -33,7 +33,9 @@ def _tree_attention(
         raise ValueError("this model caps its attention logits (softcap), which tree attention does not support")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: int = module.layer_idx  # type: ignore[assignment]
-    out = specdec_step.attend(layer, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale, sliding_window)
+    out = specdec_step.attend(
+        layer, query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), scale, sliding_window
+    )
     return out.unflatten(-1, (query.shape[1], -1)), None
 
 

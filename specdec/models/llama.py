@@ -80,7 +80,9 @@ class LeanLlama:
         self.lm_head = pack_linear(model.lm_head.weight, model.lm_head.bias)
         if model.lm_head.weight is not self.embed_tokens.weight:
             model.lm_head.weight = None
-        self.layers = [LeanLayer(layer, window) for layer, window in zip(base.layers, layer_windows(model.config), strict=True)]
+        self.layers = [
+            LeanLayer(layer, window) for layer, window in zip(base.layers, layer_windows(model.config), strict=True)
+        ]
         self.dtype, self.device = self.embed_tokens.weight.dtype, self.embed_tokens.weight.device
 
     def run(self, ids: Tensor, step: Step, taps: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from specdec.models import llama
@@ -47,6 +47,7 @@ class CausalLM:
         self.backbone: Backbone = llama.LeanLlama(model) if lean else HuggingFaceModel(model)
         self.config = config = model.config
         self.name = name
+        self.embed_tokens: nn.Embedding = model.get_input_embeddings()
         self.taps: tuple[int, ...] = ()
         self.calls = 0
         self.vocab_size: int = config.vocab_size
@@ -57,6 +58,14 @@ class CausalLM:
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.cache = KVCache(config.num_hidden_layers, kv_heads, head_dim, self.dtype, self.device)
+
+    @torch.inference_mode()
+    def output_embedding(self) -> Tensor:
+        """The head's weight [V, h], read by asking the head: it may be packed or quantised, or share the embedding."""
+        if self.config.tie_word_embeddings:
+            return self.embed_tokens.weight
+        width = self.embed_tokens.weight.shape[1]
+        return self.backbone.head(torch.eye(width, dtype=self.dtype, device=self.device)).T
 
     def start(self, rows: Rows, capacity: int) -> None:
         """Empties the cache for new rows and makes room for `capacity` entries a row."""

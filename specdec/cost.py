@@ -1,0 +1,203 @@
+"""How long a forward pass takes here, and the node budget that follows.
+
+On a GPU at batch 1 a tree of 60 nodes costs about as much as one token; on a CPU every node costs. So the budget is not a
+constant there: with T(n) the measured time of verifying n nodes, T_draft that of a draft forward, and the chance of
+each tree position under typical acceptance rates, it is the N that maximises expected tokens per second.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import heapq
+import json
+import os
+import platform
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from specdec.checkpoints.smollm2 import cache_root
+from specdec.drafters.eagle3 import Eagle3Drafter
+from specdec.models.lm import CausalLM
+from specdec.protocols import Drafter, Verdict
+from specdec.rows import Rows
+from specdec.tree import DraftTree, Layer
+
+SIZES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 60)
+# Chance that the b-th best child is the one the target takes, given that the path up to it was accepted. A guess for
+# heads that say nothing of themselves; a head's config.json may hold its own under specdec.rank_acceptance.
+RANK_ACCEPTANCE = (0.60, 0.12, 0.05, 0.03, 0.02, 0.015, 0.01, 0.008, 0.006, 0.005)
+_CACHED_TOKENS = 200
+_REPEATS = 5
+
+
+@dataclass(frozen=True)
+class CostCurve:
+    """Measured times on this machine, behind a prefix of 200 tokens.
+
+    Attributes:
+        verify: nodes -> seconds of one target forward over that many tokens.
+        draft: seconds of one draft forward of width 1; 0.0 without a draft.
+    """
+
+    verify: dict[int, float]
+    draft: float
+
+    def at(self, nodes: int) -> float:
+        """T(n) in seconds, by linear interpolation (and extrapolation behind the last size)."""
+        sizes = sorted(self.verify)
+        right = next((i for i, n in enumerate(sizes) if n >= nodes), len(sizes) - 1)
+        if sizes[right] == nodes or right == 0:
+            return self.verify[sizes[right]]
+        a, b = sizes[right - 1], sizes[right]
+        return self.verify[a] + (self.verify[b] - self.verify[a]) * (nodes - a) / (b - a)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Tree sizes for one machine: `budget` nodes with the root, `top_k` children of the root, `depth` levels; `chain`
+    is the best length of a chain. `speedup` is what the model expects of the tree over plain decoding."""
+
+    budget: int
+    top_k: int
+    depth: int
+    chain: int
+    speedup: float
+
+
+def plan(curve: CostCurve, rank_acceptance: Sequence[float] | None = None, largest: int = 60) -> Plan:
+    """The tree that yields the most expected tokens per second.
+
+    For each N the best static tree under the acceptance rates is the N - 1 most likely positions (a position's chance
+    is the product of the rates along its path, so the set is closed under parents: Sequoia's objective).
+    """
+    rates = rank_acceptance or RANK_ACCEPTANCE
+    best = Plan(2, 1, 1, 1, 0.0)
+    tau, top_k, depth = 1.0, 0, 0
+    for nodes, (chance, level, rank) in enumerate(_positions(rates, largest - 1), start=2):
+        tau, top_k, depth = tau + chance, top_k + (level == 1), max(depth, level)
+        speedup = tau * curve.at(1) / (curve.at(nodes) + depth * curve.draft)
+        if speedup > best.speedup:
+            best = Plan(nodes, top_k, depth, 1, speedup)
+    rate = rates[0]
+
+    def of_chain(length: int) -> float:
+        return sum(rate**i for i in range(length + 1)) / (curve.at(length + 1) + length * curve.draft)
+
+    return Plan(best.budget, best.top_k, best.depth, max(range(1, 17), key=of_chain), best.speedup)
+
+
+def _positions(rates: Sequence[float], count: int) -> list[tuple[float, int, int]]:
+    """The `count` most likely tree positions as (chance, level, rank), most likely first."""
+    heap = [(-rates[0], 1, 0, 1.0)]
+    found = []
+    while heap and len(found) < count:
+        chance, level, rank, parent = heapq.heappop(heap)
+        found.append((-chance, level, rank))
+        if rank + 1 < len(rates):
+            heapq.heappush(heap, (-parent * rates[rank + 1], level, rank + 1, parent))
+        heapq.heappush(heap, (chance * rates[0], level + 1, 0, -chance))
+    return found
+
+
+def measure(target: CausalLM, drafter: Drafter | None = None, sizes: Sequence[int] = SIZES) -> CostCurve:
+    """Times the target at each size, and one draft forward; the minimum of several runs, which a busy machine spoils least."""
+    rows = Rows([[i % 97 + 1 for i in range(_CACHED_TOKENS)]], 2 * max(sizes), [0], device=target.device)
+    capacity = rows.limit[0] + max(sizes)
+    target.start(rows, capacity)
+    taps, target.taps = target.taps, drafter.taps if drafter else ()
+    try:
+        _, span = target.forward(rows)
+        rows.cached[target.name], rows.host.cached[target.name] = rows.length - 1, [_CACHED_TOKENS - 1]
+        trees = {n: _chain_tree(rows, n) for n in sizes}
+        verify = {
+            n: _fastest(lambda: target.forward(rows, tree.whole() if n > 1 else None), target)
+            for n, tree in trees.items()
+        }
+    finally:
+        target.taps = taps
+    draft = 0.0
+    if drafter is not None:
+        drafter.start(rows, capacity)
+        # the row's last id plays the new root, so the pairs end one position before it
+        verdict = Verdict(rows.ids[:, :0], rows.length * 0, rows.roots, span)
+        drafter.observe(rows, span, DraftTree(rows.roots, 1), verdict)
+        tree = DraftTree(rows.roots, 3)
+        drafter.expand(rows, tree, tree.root)
+        one = torch.ones_like(rows.length)
+        node = tree.append(Layer(tree.root, tree.root, tree.scores.clone(), one, tree.root, one), lambda ids: ids)
+        draft = _fastest(lambda: drafter.expand(rows, tree, node), target)
+    return CostCurve(verify, draft)
+
+
+def _chain_tree(rows: Rows, nodes: int) -> DraftTree:
+    tree = DraftTree(rows.roots, nodes)
+    frontier, one = tree.root, torch.ones_like(rows.length)
+    for _ in range(nodes - 1):
+        frontier = tree.append(Layer(frontier, frontier, tree.scores[:, :1].clone(), one, tree.root, one), lambda ids: ids)
+    return tree
+
+
+def _fastest(run: Callable[[], Any], target: CausalLM) -> float:
+    def once() -> float:
+        begin = time.perf_counter()
+        run()
+        if target.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    once()
+    return min(once() for _ in range(_REPEATS))
+
+
+def cached_curve(target: CausalLM, drafter: Drafter | None = None) -> CostCurve:
+    """The curve of this model on this machine: measured once, then read from the user's cache directory."""
+    path = curve_path(target, drafter)
+    try:
+        stored = json.loads(path.read_text())
+        return CostCurve({int(n): seconds for n, seconds in stored["verify"].items()}, stored["draft"])
+    except (OSError, ValueError, KeyError):
+        pass  # never measured, or a file that is not ours: measure
+    curve = measure(target, drafter)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    scratch = path.with_suffix(f".{os.getpid()}.tmp")
+    scratch.write_text(json.dumps({**asdict(curve), "identity": identity(target, drafter)}, indent=1))
+    scratch.replace(path)
+    return curve
+
+
+def curve_path(target: CausalLM, drafter: Drafter | None) -> Path:
+    """Where `cached_curve` keeps it."""
+    key = json.dumps(identity(target, drafter), sort_keys=True)
+    return cache_root() / "cost" / f"{hashlib.sha256(key.encode()).hexdigest()[:16]}.json"
+
+
+def identity(target: CausalLM, drafter: Drafter | None) -> dict[str, Any]:
+    """What a curve depends on: model shape, forward path, machine, threads, torch."""
+    config = target.config
+    names = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    return {
+        "model": {name: getattr(config, name, None) for name in names},
+        "path": type(target.backbone).__name__,
+        "draft": type(drafter).__name__ if drafter else None,
+        "draft_size": drafter.head.config.hidden_size if isinstance(drafter, Eagle3Drafter) else None,
+        "dtype": str(target.dtype),
+        "device": torch.cuda.get_device_name() if target.device.type == "cuda" else processor(),
+        "threads": torch.get_num_threads(),
+        "torch": torch.__version__,
+    }
+
+
+def processor() -> str:
+    """The CPU's name and how many of its cores this process may use."""
+    name = platform.processor() or platform.machine()
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        pass
+    return f"{name}, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"

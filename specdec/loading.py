@@ -1,0 +1,228 @@
+"""`load`: from names and paths to a decoder."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from huggingface_hub.errors import HfHubHTTPError
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from specdec import cost
+from specdec.checkpoints.eagle3 import load_eagle3
+from specdec.checkpoints.smollm2 import smollm2_folder
+from specdec.decoder import Decoder
+from specdec.drafters.eagle3 import Eagle3Drafter
+from specdec.drafters.lm import LMDrafter
+from specdec.methods import Method, make_growth, method
+from specdec.models import llama
+from specdec.models.lm import CausalLM
+from specdec.models.packed import pack_linears
+from specdec.protocols import Drafter
+from specdec.training.features import default_taps
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A target with a draft that fits it, by one name."""
+
+    description: str
+    target: Callable[[], Path]
+    draft: Callable[[], Path]
+
+
+PRESETS: dict[str, Preset] = {
+    "smollm2": Preset(
+        "SmolLM2-135M-Instruct with an EAGLE-3 head that ships with this package; runs on any CPU",
+        smollm2_folder,
+        lambda: Path(str(files("specdec") / "data" / "smollm2-eagle3")),
+    )
+}
+
+
+def load(
+    target: str | Path | PreTrainedModel,
+    *,
+    draft: str | Path | PreTrainedModel | Drafter | None = None,
+    method: str = "talon",
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    exact: bool = False,
+    **options: Any,
+) -> Decoder:
+    """A decoder for a target, a draft and a method.
+
+    Args:
+        target: a preset (`specdec.PRESETS`), a folder or Hub id, or a `transformers` model, which is borrowed.
+        draft: an EAGLE-3 head or a smaller causal LM (folder or Hub id), a model, or a `Drafter`; presets bring one.
+        method: a name of `specdec.METHODS`.
+        device: where to put what is loaded; CUDA if there is one, else the CPU.
+        dtype: of what is loaded; by default fp32 on a CPU, else the checkpoint's own.
+        tokenizer: for a target that is a model object and should take and give text.
+        exact: refuse a method that is not lossless.
+        options: the method's own (`specdec.METHODS[name].options`). Where the target runs on a CPU, tree sizes that are
+            not given follow from its measured cost curve (`specdec doctor` explains).
+    Raises:
+        ValueError: what was given, what was expected, what to do.
+    """
+    chosen = _method(method, exact)
+    preset = PRESETS.get(target) if isinstance(target, str) else None
+    if preset is not None:
+        target = preset.target()
+        draft = preset.draft() if draft is None and chosen.drafts else draft
+    if chosen.drafts and draft is None:
+        raise ValueError(f"method {chosen.name!r} needs {chosen.needs}; give draft=<folder, Hub id or model>")
+    make_growth(chosen, options, plan=None)  # a wrong option is refused before anything is loaded
+    lm, tokenizer = load_target(target, device, dtype, tokenizer)
+    drafter = load_draft(draft, lm, chosen) if chosen.drafts else None
+    curve = cost.cached_curve(lm, drafter) if drafter and lm.device.type == "cpu" else None
+    plan = cost.plan(curve, getattr(drafter, "rank_acceptance", None)) if curve else None
+    decoder = Decoder(
+        lm, drafter, make_growth(chosen, options, plan), tokenizer=tokenizer, method=chosen.name, exact=exact
+    )
+    decoder.plain_step_seconds = curve.at(1) if curve else None
+    return decoder
+
+
+def _method(name: str, exact: bool) -> Method:
+    chosen = method(name)
+    if exact and not chosen.lossless:
+        raise ValueError(f"exact=True refuses method {name!r}, which is not lossless; choose another, or exact=False")
+    return chosen
+
+
+def load_target(
+    target: str | Path | PreTrainedModel,
+    device: str | torch.device | None = None,
+    dtype: str | torch.dtype | None = None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> tuple[CausalLM, PreTrainedTokenizerBase | None]:
+    """The target and its tokenizer; a model that is loaded here for a CPU runs through the lean forward if it can."""
+    if isinstance(target, PreTrainedModel):
+        if device is not None or dtype is not None:
+            raise ValueError("device and dtype belong to models that are loaded; the target is a model object already")
+        return CausalLM(target.eval()), tokenizer
+    model = _load_lm(target, device, dtype, "target")
+    tokenizer = tokenizer or _load_tokenizer(target)
+    return CausalLM(model, lean=model.device.type == "cpu" and llama.supports(model) is None), tokenizer
+
+
+def load_draft(draft: str | Path | PreTrainedModel | Drafter, target: CausalLM, chosen: Method) -> Drafter:
+    """A drafter on the target's device, in its dtype."""
+    if isinstance(draft, PreTrainedModel):
+        return _lm_drafter(CausalLM(draft.eval(), "draft"), target, chosen)
+    if not isinstance(draft, (str, Path)):
+        return draft
+    folder = _folder(draft, "draft")
+    config = _read_config(folder)
+    if "draft_vocab_size" not in config:
+        model = _load_lm(folder, target.device, target.dtype, "draft")
+        lean = model.device.type == "cpu" and llama.supports(model) is None
+        return _lm_drafter(CausalLM(model, "draft", lean), target, chosen)
+    if "eagle3" not in chosen.drafts:
+        raise ValueError(f"{draft} is an EAGLE-3 head, but method {chosen.name!r} needs {chosen.needs}")
+    head = load_eagle3(
+        folder,
+        embed_tokens=target.embed_tokens,
+        lm_head_weight=target.output_embedding() if config.get("tie_word_embeddings") else None,
+        target_hidden_size=target.config.hidden_size,
+        vocab_size=target.vocab_size,
+        dtype=target.dtype,
+    ).to(target.device)
+    if target.device.type == "cpu" and target.dtype == torch.float32:
+        pack_linears(head)
+    taps = feature_taps(config, target.config.num_hidden_layers, head.config.num_features)
+    rates = config.get("specdec", {}).get("rank_acceptance")
+    return Eagle3Drafter(head, taps, tuple(rates) if rates else None)
+
+
+def feature_taps(config: dict[str, Any], layers: int, count: int) -> tuple[int, ...]:
+    """The layers whose inputs a head reads: those its config names under specdec.taps, else EAGLE-3's rule.
+
+    Raises:
+        ValueError: ids that the target does not have, or not as many as the head's fc reads.
+    """
+    taps = tuple(config.get("specdec", {}).get("taps") or default_taps(layers))
+    if len(taps) != count or not all(0 <= tap <= layers for tap in taps):
+        raise ValueError(
+            f"the head reads {count} features, its taps are {taps}, and the target has {layers} layers; expected {count} ids from 0 to {layers}"
+        )
+    return taps
+
+
+def _lm_drafter(model: CausalLM, target: CausalLM, chosen: Method) -> LMDrafter:
+    if "lm" not in chosen.drafts:
+        raise ValueError(f"the draft is a language model, but method {chosen.name!r} needs {chosen.needs}")
+    if model.vocab_size != target.vocab_size:
+        raise ValueError(
+            f"the draft's vocabulary has {model.vocab_size} entries, the target's {target.vocab_size}; "
+            "they have to share a tokenizer"
+        )
+    return LMDrafter(model)
+
+
+def _load_lm(
+    source: str | Path, device: str | torch.device | None, dtype: str | torch.dtype | None, role: str
+) -> PreTrainedModel:
+    folder = _folder(source, role)
+    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if dtype is None:
+        dtype = torch.float32 if device.type == "cpu" else "auto"
+    elif isinstance(dtype, str):
+        dtype = _dtype(dtype)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(
+            f"the {role} {str(source)!r} could not be loaded as a causal language model: {error}"
+        ) from error
+    return model.to(device).eval()
+
+
+def _dtype(name: str) -> torch.dtype | str:
+    if name == "auto":
+        return name
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f"dtype is {name!r}; expected 'auto', 'float32', 'bfloat16' or 'float16'")
+    return dtype
+
+
+def _load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(_folder(source, "tokenizer"))
+    except (OSError, ValueError, KeyError) as error:
+        raise ValueError(f"no tokenizer in {str(source)!r}: {error}; pass tokenizer=...") from error
+
+
+def _folder(source: str | Path, role: str) -> Path:
+    """A local folder as it is; anything else is asked of the Hub."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    name = str(source)
+    if path.exists() or path.is_absolute() or name.startswith(".") or name.count("/") != 1:
+        presets = ", ".join(PRESETS)
+        raise ValueError(
+            f"the {role} {name!r} is neither a folder here nor a Hub id (owner/name) nor a preset ({presets})"
+        )
+    try:
+        return Path(snapshot_download(name))
+    except (OSError, ValueError, HfHubHTTPError) as error:
+        raise ValueError(f"the {role} {name!r} is no folder here, and the Hub did not give it: {error}") from error
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        return json.loads((folder / "config.json").read_text())
+    except FileNotFoundError:
+        raise ValueError(f"{folder} has no config.json; expected an EAGLE-3 head or a causal language model") from None
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{folder / 'config.json'} is not JSON: {error}") from error
