@@ -1,0 +1,69 @@
+"""Everything the package index needs to know; pyproject.toml holds the build system and tool settings only."""
+
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+HERE = Path(__file__).parent
+
+demo = ["gguf>=0.19"]  # reads the weights of the embedded default
+bench = ["pytest-benchmark>=5.3"]
+train = ["accelerate>=1.15", "datasets>=5.2"]  # accelerate: transformers.Trainer asks for it
+
+setup(
+    name="specdec-kernels",
+    version="0.1.0",  # the only place; specdec.__version__ reads the installed metadata
+    description="Speculative decoding with draft trees: the same text as your model alone, in fewer passes.",
+    long_description=(HERE / "README.md").read_text(encoding="utf-8"),
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE", "NOTICE"],
+    classifiers=[
+        "Development Status :: 3 - Alpha",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+    ],
+    keywords="speculative-decoding llm inference eagle talon transformers triton",
+    # `kernels` is also the import name of a package that transformers imports, so the folder kernels/ is never a
+    # package itself: only what lies in it is one, and it is mapped here. tests/test_packaging.py guards this.
+    packages=[
+        *find_packages(include=["specdec", "specdec.*"]),
+        *find_packages("kernels", include=["specdec_kernels", "specdec_kernels.*"]),
+    ],
+    package_dir={"specdec_kernels": "kernels/specdec_kernels"},
+    package_data={"specdec": ["data/**", "py.typed"], "specdec_kernels": ["native/**", "py.typed"]},
+    entry_points={"console_scripts": ["specdec = specdec.cli:app"]},
+    python_requires=">=3.10",
+    # No upper caps: they only break other people's environments; `specdec doctor` warns past the tested versions.
+    # The floors are what `make test-oldest` runs with (constraints-oldest.txt); those of the extras what CI has.
+    install_requires=[
+        "torch>=2.11",
+        "transformers>=5.17",
+        "safetensors>=0.8",
+        "huggingface_hub>=1.24",
+        "numpy>=2.0",
+        "typer>=0.20",
+        "rich>=14.0",
+        "triton>=3.6; platform_system == 'Linux'",  # torch's CPU builds bring none
+    ],
+    extras_require={
+        "demo": demo,
+        "bench": bench,
+        "train": train,
+        "flash": ["flash-attn"],
+        "dev": [
+            *demo,
+            *bench,
+            *train,
+            "hypothesis>=6.100",
+            "mypy>=1.15",
+            "pytest>=9.0",
+            "pytest-timeout>=2.3",
+            "ruff>=0.12",
+            "setuptools>=77",  # test_packaging builds a wheel; Python 3.12+ venvs bring none
+        ],
+    },
+)
