@@ -64,7 +64,9 @@ def smollm2_folder(cache_dir: str | Path | None = None) -> Path:
     draft = Path(tempfile.mkdtemp(prefix=f".{FOLDER_NAME}.", dir=root))
     try:
         convert_llama_gguf(source, draft)
-        draft.chmod(0o755)  # mkdtemp makes it private; a cache shared through XDG_CACHE_HOME must stay readable
+        draft.chmod(0o755)  # mkdtemp and safetensors write for the owner alone; a shared cache must stay readable
+        for path in draft.iterdir():
+            path.chmod(0o644)
         try:
             draft.rename(folder)
         except OSError:
@@ -106,7 +108,7 @@ def _sha256(file: Any) -> str:
 
 
 def convert_llama_gguf(source: Path, folder: Path) -> None:
-    """Write a Llama-family GGUF with tied embeddings as a Hugging Face folder in fp32 (model, tokenizer, generation config)."""
+    """Write a Llama-family GGUF with tied embeddings as a folder: fp32 model, tokenizer, generation config."""
     from gguf import GGUFReader
     from safetensors.torch import save_file
     from transformers import AutoTokenizer, GenerationConfig
@@ -174,6 +176,6 @@ def _state_dict(reader: Any, config: Any) -> dict[str, torch.Tensor]:
 
 
 def unpermute(weight: torch.Tensor, heads: int) -> torch.Tensor:
-    """Undo GGUF's row order of q and k: interleaved rotary pairs become two halves, head by head. [heads*d, in] both."""
+    """Undo GGUF's row order of q and k: interleaved rotary pairs become two halves in every head; [heads*d, in]."""
     rows, width = weight.shape
     return weight.view(heads, rows // heads // 2, 2, width).transpose(1, 2).reshape(rows, width).contiguous()

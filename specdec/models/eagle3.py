@@ -63,6 +63,19 @@ class Eagle3Config:
         )
 
 
+def default_taps(num_layers: int) -> tuple[int, int, int]:
+    """EAGLE-3's three layers (0-based), whose *inputs* are the features: 2, n // 2, n - 3 of n.
+
+    Raises ValueError where the rule does not give three different layers (n < 7).
+    """
+    taps = (2, num_layers // 2, num_layers - 3)
+    if not 0 <= taps[0] < taps[1] < taps[2]:
+        raise ValueError(
+            f"the rule (2, n // 2, n - 3) gives {taps} for n = {num_layers} layers; name the taps yourself"
+        )
+    return taps
+
+
 class RMSNorm(nn.Module):
     """x / rms(x) * weight, computed in fp32 and returned in the dtype of `x`; [..., width] -> [..., width]."""
 
@@ -139,9 +152,16 @@ class Eagle3Head(nn.Module):
         self.register_buffer("t2d", torch.arange(config.vocab_size) < config.draft_vocab_size)
         self.rotary = LlamaRotaryEmbedding(config.rotary_config())
 
+    def _apply(self, fn: Any, recurse: bool = True) -> "Eagle3Head":
+        super()._apply(fn, recurse)
+        frequencies = self.rotary.inv_freq
+        if frequencies.dtype != torch.float32:  # half-precision weights, yet never half-precision angles
+            self.rotary = LlamaRotaryEmbedding(self.config.rotary_config()).to(device=frequencies.device)
+        return self
+
     def fuse(self, features: Tensor) -> Tensor:
-        """Target features [..., F*h_t] (low | mid | high) to the draft's width [..., h]."""
-        return self.fc(features)
+        """Target features [..., F*h_t] (low | mid | high) of any float dtype to [..., h] in the head's dtype."""
+        return self.fc(features.to(self.norm.weight.dtype))
 
     def rope(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """(cos, sin), each fp32 [B, T, head_dim], of absolute positions [B, T], from the draft's own RoPE fields."""

@@ -1,38 +1,39 @@
-"""Training an EAGLE-3 head: training-time test on the target's recorded features.
+"""Training an EAGLE-3 head on the target's recorded features, with Hugging Face's trainer.
 
-The head drafts from its own hidden states, so it is trained on them (EAGLE-3, section 3.2). With x the ids, f the
-features and H the final hidden states of a row, the chain that starts at position t unrolls
+The head is trained on its own hidden states (``ttt``) and starts as close to the target as it can (``new_head``).
+Recording costs more than training, so a run starts with few rows and adds more pass by pass (``training_order``); the
+learning rate is constant until the closing decay, which begins when the time or the steps run out, or on request.
 
-    step 0:  hidden g_t = fc(f_t),      token x_{t+1},    RoPE position t,      sees the true keys 0..t
-    step j:  hidden = out of step j-1,  token x_{t+1+j},  RoPE position t+j,    sees those and its own keys of steps 1..j
-
-and step j is taught the target's distribution of x_{t+2+j}, softmax(lm_head H_{t+1+j}) over the draft vocabulary, by
-cross-entropy with weight 0.8^j. Positions where the target's best id lies outside the draft vocabulary teach nothing. A chain
-needs no other chain, so a random part of the positions can go beyond step 0 at a part of the price.
-
-Laptop run: ``specdec train eagle3 --target smollm2 --data answers.jsonl --out runs/head --minutes 90``; the file
-``runs/head/decay`` (``touch`` it) starts the closing decay of the learning rate at any time.
+Laptop run: ``specdec train eagle3 --target smollm2 --data answers.jsonl --out runs/head --minutes 90``; to end it early
+with a finished head, ``touch runs/head/decay``. It may be interrupted at any time and resumes from its last checkpoint.
 """
 
+import hashlib
 import json
+import os
+import platform
+import random
+import shutil
 import time
-from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections import Counter, deque
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import torch
+import transformers
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
+from transformers.trainer_utils import get_last_checkpoint
 
-from specdec.models.eagle3 import Eagle3Config, Eagle3Head
-from specdec.training.data import read_rows, split_heldout
-from specdec.training.features import FeatureBatch, FeatureStore, Row, default_taps
+from specdec.checkpoints.eagle3 import write_config
+from specdec.models.eagle3 import Eagle3Config, Eagle3Head, default_taps
+from specdec.training.data import read_rows, split_heldout, stop_ids
+from specdec.training.features import FeatureBatch, FeatureStore, Row
+from specdec.training.ttt import Chains, acceptance, all_chains, some_chains, ttt_loss
 
-STEP_DISCOUNT = 0.8
+BEFORE_DECAY = "before-decay"
 
 
 @dataclass(frozen=True)
@@ -45,8 +46,10 @@ class Eagle3Options:
     """Unrolled steps of the training-time test."""
     chain_fraction: float = 0.5
     """Part of the positions that go beyond step 0, drawn anew for every batch."""
-    rows: int | None = None
-    """Use only so many training rows, drawn at random (all when absent)."""
+    first_rows: int = 800
+    """Rows of the first pass; recording a row's features costs more than training on it, so a run starts with few."""
+    more_rows: int = 400
+    """Rows that every later pass adds to those of the pass before, until all are in use."""
     heldout: int = 64
     """Greedy rows kept for evaluation, spread over the kinds of text."""
     batch_size: int = 8
@@ -61,7 +64,7 @@ class Eagle3Options:
     """Stop after so many steps, the decay among them."""
     minutes: float | None = None
     """Start the decay so that the run ends after about so many minutes of wall time."""
-    eval_steps: int = 100
+    eval_steps: int = 200
     """Steps between evaluations."""
     save_steps: int = 100
     """Steps between checkpoints."""
@@ -70,197 +73,21 @@ class Eagle3Options:
     seed: int = 0
     """Seed of the split, the initial weights, the order and the chains."""
 
-
-# ---------------------------------------------------------------------------------------------- the unrolled forward
-
-
-class Chains(NamedTuple):
-    """Chains in flat order [C], grouped by row; S is the largest number of chains in one row."""
-
-    row: Tensor
-    """int64 [C], batch row"""
-    start: Tensor
-    """int64 [C], position t where the chain starts"""
-    slot: Tensor
-    """int64 [C], number of the chain within its row, below S"""
-    left: Tensor
-    """int64 [C], how many steps still have a next id in the row: step j counts where j < left"""
-    index: Tensor
-    """int64 [C], number of the chain among all chains of the batch"""
+    def __post_init__(self) -> None:
+        small = [name for name in _COUNTS if getattr(self, name) < 1]
+        wrong = [f"{name} is {getattr(self, name)}, expected at least 1" for name in small]
+        if not 0.0 <= self.chain_fraction <= 1.0:
+            wrong.append(f"chain_fraction is {self.chain_fraction}, expected 0 to 1")
+        if self.learning_rate <= 0:
+            wrong.append(f"learning_rate is {self.learning_rate}, expected a positive number")
+        if wrong:
+            raise ValueError("; ".join(wrong))
 
 
-def all_chains(batch: FeatureBatch) -> Chains:
-    """One chain for every position whose step 0 predicts an answer id but the first (which the target gives itself)."""
-    first, last = batch.prompt_length - 1, batch.length - 3
-    positions = torch.arange(batch.ids.shape[1])
-    row, start = ((positions >= first[:, None]) & (positions <= last[:, None])).nonzero(as_tuple=True)
-    return Chains(row, start, start - first[row], last[row] - start + 1, torch.arange(len(row)))
-
-
-def some_chains(chains: Chains, fraction: float, generator: torch.Generator) -> Chains:
-    """A random part of the chains, the same fraction of every row in expectation."""
-    keep = torch.rand(len(chains.row), generator=generator) < fraction
-    row, start, _, left, index = (part[keep] for part in chains)
-    counts = torch.bincount(row, minlength=1)
-    slot = torch.arange(len(row)) - (counts.cumsum(0) - counts)[row]
-    return Chains(row, start, slot, left, index)
-
-
-def unroll(head: Eagle3Head, batch: FeatureBatch, first: Chains, later: Chains, steps: int) -> Iterator[tuple[Chains, Tensor]]:
-    """Yield (chains, out [C, h]) of every step: `first` for step 0, `later`, a part of them, for the others."""
-    batch_rows, length = batch.ids.shape
-    embeds = head.embed_tokens(batch.ids).detach()
-    positions = torch.arange(length - 1).expand(batch_rows, -1)
-    fused = head.fuse(batch.features[:, :-1])
-    q, keys, values = head.project(embeds[:, 1:], fused, *head.rope(positions))
-    attended = F.scaled_dot_product_attention(
-        q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2), is_causal=True, enable_gqa=True
-    )
-    attended = attended.transpose(1, 2).flatten(2)
-    out = head.finish(fused[first.row, first.start][None], attended[first.row, first.start][None])[0]
-    yield first, out
-
-    if steps == 1 or not len(later.row):
-        return
-    out = out[later.index]
-    width = int(later.slot.max()) + 1
-    visible = torch.zeros(batch_rows, width, length - 1, dtype=torch.bool)
-    visible[later.row, later.slot] = torch.arange(length - 1) <= later.start[:, None]
-    bias = torch.zeros(visible.shape).masked_fill_(~visible, float("-inf"))[:, None, None]  # [B, 1, 1, S, T]
-    bias[:, :, :, :, 0] = 0.0  # the rows of unused slots need one finite entry; position 0 is visible to all others
-    own: list[tuple[Tensor, Tensor]] = []
-    for step in range(1, steps):
-        ahead = (later.start + 1 + step).clamp(max=length - 1)  # beyond the row's end nothing is taught
-        q, k, v = head.project(
-            embeds[later.row, ahead][None], out[None], *head.rope((later.start + step)[None])
-        )
-        own.append((k[0], v[0]))
-        attended = _chain_attention(q[0], keys, values, own, bias, later)
-        out = head.finish(out[None], attended[None])[0]
-        yield later, out
-
-
-def _chain_attention(
-    q: Tensor, keys: Tensor, values: Tensor, own: Sequence[tuple[Tensor, Tensor]], bias: Tensor, chains: Chains
-) -> Tensor:
-    """Attention of q [C, Hq, d] over its row's true keys [B, T, Hkv, d] and the chain's own (k, v) [C, Hkv, d]: [C, Hq*d]."""
-    batch_rows, length, kv_heads, head_dim = keys.shape
-    groups = q.shape[1] // kv_heads
-    width = bias.shape[3]
-    scaled = q.unflatten(1, (kv_heads, groups)) * head_dim**-0.5  # [C, Hkv, G, d]
-    grid = scaled.new_zeros(batch_rows, width, kv_heads, groups, head_dim)
-    grid = grid.index_put((chains.row, chains.slot), scaled).permute(0, 2, 3, 1, 4)  # [B, Hkv, G, S, d]
-    true = (grid.flatten(2, 3) @ keys.permute(0, 2, 3, 1)).unflatten(2, (groups, width)) + bias  # [B, Hkv, G, S, T]
-    true = true.permute(0, 3, 1, 2, 4)[chains.row, chains.slot]  # [C, Hkv, G, T]
-    mine = torch.stack([(scaled * k[:, :, None]).sum(-1) for k, _ in own], dim=-1)  # [C, Hkv, G, j]
-    weights = torch.cat((true, mine), dim=-1).float().softmax(-1).to(q.dtype)
-    spread = weights.new_zeros(batch_rows, width, kv_heads, groups, length)
-    spread = spread.index_put((chains.row, chains.slot), weights[..., :length]).permute(0, 2, 3, 1, 4)
-    mixed = (spread.flatten(2, 3) @ values.permute(0, 2, 1, 3)).unflatten(2, (groups, width))  # [B, Hkv, G, S, d]
-    mixed = mixed.permute(0, 3, 1, 2, 4)[chains.row, chains.slot]
-    for step, (_, v) in enumerate(own):
-        mixed = mixed + weights[..., length + step, None] * v[:, :, None]
-    return mixed.flatten(1)
-
-
-# ------------------------------------------------------------------------------------------------------------ the loss
-
-
-class _SoftCrossEntropy(torch.autograd.Function):
-    """sum_i CE(p_i, softmax(W h_i)) without the [M, Vd] logits in memory: the gradient is made on the way, chunk by chunk."""
-
-    CHUNK = 256
-
-    @staticmethod
-    def forward(ctx: Any, hidden: Tensor, weight: Tensor, teacher: Tensor, index: Tensor) -> Tensor:
-        grad_hidden = torch.empty_like(hidden)
-        grad_weight = torch.zeros_like(weight) if weight.requires_grad else None
-        total = hidden.new_zeros(())
-        for start in range(0, len(hidden), _SoftCrossEntropy.CHUNK):
-            chunk = slice(start, start + _SoftCrossEntropy.CHUNK)
-            logits, p = hidden[chunk] @ weight.T, teacher[index[chunk]]
-            normaliser = logits.logsumexp(-1, keepdim=True)
-            total += normaliser.sum() - torch.dot(p.flatten(), logits.flatten())
-            grad = logits.sub_(normaliser).exp_().sub_(p)
-            torch.mm(grad, weight, out=grad_hidden[chunk])
-            if grad_weight is not None:
-                grad_weight.addmm_(grad.T, hidden[chunk])
-        ctx.save_for_backward(grad_hidden, grad_weight)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        grad_hidden, grad_weight = ctx.saved_tensors
-        return grads[0] * grad_hidden, None if grad_weight is None else grads[0] * grad_weight, None, None
-
-
-def ttt_loss(
-    head: Eagle3Head, batch: FeatureBatch, teacher_weight: Tensor, first: Chains, later: Chains, steps: int
-) -> Tensor:
-    """The discounted sum over steps of the mean cross-entropy, a scalar.
-
-    Args:
-        teacher_weight: [Vd, h_t], the target's output rows of the draft vocabulary.
-        first, later: chains of step 0 and of the other steps (``all_chains``, ``some_chains``).
-    """
-    with torch.no_grad():
-        teacher = (batch.final[first.row, first.start + 1] @ teacher_weight.T).float().softmax(-1)  # [C, Vd]
-        taught = head.t2d[batch.best[first.row, first.start + 1]]
-    total = teacher.new_zeros(())
-    for step, (chains, out) in enumerate(unroll(head, batch, first, later, steps)):
-        # The chains of one row are consecutive, so the position that chain c reaches in step j is where chain c+j starts.
-        reached = chains.index + step
-        usable = (step < chains.left).nonzero()[:, 0]
-        usable = usable[taught[reached[usable]]]
-        if len(usable):
-            loss = _SoftCrossEntropy.apply(head.norm(out[usable]), head.lm_head.weight, teacher, reached[usable])
-            total = total + STEP_DISCOUNT**step * loss / len(usable)
-    return total
-
-
-# --------------------------------------------------------------------------------------------------------- acceptance
-
-
-@torch.no_grad()
-def acceptance(head: Eagle3Head, batches: Iterator[FeatureBatch], steps: int, chain: int = 4) -> dict[str, Any]:
-    """Greedy acceptance along stored greedy answers.
-
-    Returns:
-        top1: part of all positions where the first draft is the target's argmax; by_step: for every step the same among
-        the chains whose earlier steps were all right; tau: ids per round, bonus included, when greedy chains of
-        `chain` drafts walk the answers; rounds: how many rounds that took.
-    """
-    right, tried = np.zeros(steps), np.zeros(steps)
-    emitted = rounds = 0
-    for batch in batches:
-        chains = all_chains(batch)
-        alive = torch.ones(len(chains.row), dtype=torch.bool)
-        accepted = torch.zeros(len(chains.row), dtype=torch.int64)
-        for step, (_, out) in enumerate(unroll(head, batch, chains, chains, steps)):
-            reached = (chains.start + 1 + step).clamp(max=batch.ids.shape[1] - 1)
-            guess = torch.cat([head.target_ids(head.logits(part).argmax(-1)) for part in out.split(512)])
-            alive &= step < chains.left
-            tried[step] += int(alive.sum())
-            alive &= guess == batch.best[chains.row, reached]
-            right[step] += int(alive.sum())
-            if step < chain:
-                accepted += alive
-        for row in range(len(batch.ids)):
-            here, position = accepted[chains.row == row].tolist(), 0
-            while position < len(here):
-                rounds += 1
-                emitted += here[position] + 1
-                position += here[position] + 1
-    by_step = right / np.maximum(tried, 1)
-    return {
-        "top1": round(float(by_step[0]), 4),
-        "by_step": [round(float(rate), 4) for rate in by_step],
-        "tau": round(emitted / max(rounds, 1), 4),
-        "rounds": rounds,
-    }
-
-
-# -------------------------------------------------------------------------------------------------------- a new head
+_COUNTS = (
+    *("draft_vocab_size", "ttt_steps", "first_rows", "heldout", "batch_size", "warmup_steps", "decay_steps"),
+    *("max_steps", "eval_steps", "save_steps"),
+)
 
 
 def draft_vocabulary(rows: Sequence[Row], size: int, always: Sequence[int]) -> Tensor:
@@ -281,7 +108,10 @@ def new_head(target: Any, draft_ids: Tensor, num_features: int) -> Eagle3Head:
     highest tap"; the output rows are the target's own, frozen.
     """
     config = target.config
-    last, head_dim = target.model.layers[-1], getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    last, head_dim = (
+        target.model.layers[-1],
+        getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
+    )
     rope = config.to_dict().get("rope_parameters") or {"rope_type": "default", "rope_theta": config.rope_theta}
     embed_tokens = target.get_input_embeddings()
     head = Eagle3Head(
@@ -317,15 +147,12 @@ def _start_from(head: Eagle3Head, last: Any, target: Any) -> None:
         nn.init.normal_(weight[:, :width], std=0.02)
         weight[:, width:].copy_(getattr(last.self_attn, name).weight)
     layer.self_attn.o_proj.load_state_dict(last.self_attn.o_proj.state_dict())
-    layer.mlp.load_state_dict({name: value for name, value in last.mlp.state_dict().items()})
+    layer.mlp.load_state_dict(last.mlp.state_dict())
     layer.hidden_norm.weight.copy_(last.input_layernorm.weight)
     layer.post_attention_layernorm.weight.copy_(last.post_attention_layernorm.weight)
     head.norm.weight.copy_(target.model.norm.weight)
     nn.init.normal_(head.fc.weight, std=0.002)
     head.fc.weight[:, -width:] += torch.eye(width)
-
-
-# --------------------------------------------------------------------------------------------------------- the trainer
 
 
 class WarmupStableDecay:
@@ -348,17 +175,38 @@ class WarmupStableDecay:
         return self.decay_from is not None and step >= self.decay_from + self.decay_steps
 
 
+class TrainedHead(nn.Module):
+    """The head as the trainer sees it: its forward is the loss, its state is the head's, under the checkpoint's names.
+
+    (The trainer writes to ``model.config``, so the head with its frozen configuration cannot be handed over itself.)
+    """
+
+    def __init__(self, head: Eagle3Head):
+        super().__init__()
+        self.head = head
+
+    def forward(self, batch: FeatureBatch, teacher_weight: Tensor, first: Chains, later: Chains, steps: int) -> Tensor:
+        return ttt_loss(self.head, batch, teacher_weight, first, later, steps)
+
+    def state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.head.state_dict(*args, **kwargs)
+
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        return self.head.load_state_dict(*args, **kwargs)
+
+
 class Eagle3Trainer(Trainer):
     """Hugging Face's trainer with the TTT loss, acceptance as its evaluation, and a decay that can be asked for."""
 
-    def __init__(self, head: Eagle3Head, store: FeatureStore, heldout: Sequence[int], options: Eagle3Options, **kwargs: Any):
-        super().__init__(model=head, data_collator=_collate, **kwargs)
-        self.store, self.heldout, self.options = store, heldout, options
+    def __init__(
+        self, head: Eagle3Head, store: FeatureStore, heldout: Sequence[int], options: Eagle3Options, **kwargs: Any
+    ):
+        super().__init__(model=TrainedHead(head), data_collator=_collate, **kwargs)
+        self.head, self.store, self.heldout, self.options = head, store, heldout, options
         self.schedule = WarmupStableDecay(options.warmup_steps, options.decay_steps)
         target = store.target
         draft_ids = head.t2d.nonzero()[:, 0]
         self.teacher_weight = target.get_output_embeddings().weight.detach()[draft_ids].float()
-        self.chain_generator = torch.Generator().manual_seed(options.seed)
         self.tokens_seen = 0
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -369,16 +217,19 @@ class Eagle3Trainer(Trainer):
     def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, **_: Any) -> Any:
         batch = self.store.batch(inputs["row"].tolist())
         first = all_chains(batch)
-        later = some_chains(first, self.options.chain_fraction, self.chain_generator)
+        draw = torch.Generator().manual_seed(
+            self.options.seed * 1_000_003 + self.state.global_step
+        )  # survives a resume
+        later = some_chains(first, self.options.chain_fraction, draw)
         self.tokens_seen += len(first.row)
-        loss = ttt_loss(model, batch, self.teacher_weight, first, later, self.options.ttt_steps)
+        loss = model(batch, self.teacher_weight, first, later, self.options.ttt_steps)
         return (loss, {}) if return_outputs else loss
 
     def evaluate(self, *_: Any, **__: Any) -> dict[str, float]:
         """Measure acceptance on the held-out rows and hand it to the callbacks (the curve file among them)."""
         size = self.options.batch_size
         parts = (self.heldout[start : start + size] for start in range(0, len(self.heldout), size))
-        result = acceptance(self.model, (self.store.batch(part) for part in parts), self.options.ttt_steps)
+        result = acceptance(self.head, (self.store.batch(part) for part in parts), self.options.ttt_steps)
         metrics = {f"eval_{name}": value for name, value in result.items()}
         self.control = self.callback_handler.on_evaluate(self.args, self.state, self.control, metrics)
         return metrics
@@ -391,19 +242,22 @@ def _collate(items: Sequence[dict[str, int]]) -> dict[str, Tensor]:
 class _Curve(TrainerCallback):
     """Appends one JSON object an evaluation to curve.jsonl, with the time and tokens that led there."""
 
-    def __init__(self, path: Path):
-        self.path = path
-        lines = path.read_text().splitlines() if path.exists() else []
-        self.before = json.loads(lines[-1]) if lines else {"minutes": 0.0, "core_seconds": 0.0, "answer_tokens": 0}
+    def __init__(self, path: Path, trainer: Eagle3Trainer):
+        self.path, self.trainer = path, trainer
+        self.before: dict[str, Any] = {"minutes": 0.0, "core_seconds": 0.0, "answer_tokens": 0}
         self.wall, self.cpu = time.time(), time.process_time()
-        self.trainer: Eagle3Trainer | None = None
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step and self.path.exists():  # resumed: what was measured after that step does not count
+            lines = [json.loads(line) for line in self.path.read_text(encoding="utf-8").splitlines()]
+            self.before = max(
+                (line for line in lines if line["step"] <= state.global_step), key=lambda line: line["step"]
+            )
 
     def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any = None, **_: Any) -> None:
-        assert self.trainer is not None
         losses = [entry["loss"] for entry in state.log_history[-10:] if "loss" in entry]
         line = {
             "step": state.global_step,
-            "epoch": round(state.epoch or 0.0, 3),
             "minutes": round(self.before["minutes"] + (time.time() - self.wall) / 60, 2),
             "core_seconds": round(self.before["core_seconds"] + time.process_time() - self.cpu, 1),
             "answer_tokens": self.before["answer_tokens"] + self.trainer.tokens_seen,
@@ -412,7 +266,7 @@ class _Curve(TrainerCallback):
             "decaying": self.trainer.schedule.decay_from is not None,
             **{name.removeprefix("eval_"): value for name, value in metrics.items()},
         }
-        with self.path.open("a") as file:
+        with self.path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
 
@@ -422,39 +276,38 @@ class _Decay(TrainerCallback):
     def __init__(self, schedule: WarmupStableDecay, request: Path, options: Eagle3Options):
         self.schedule, self.request, self.options = schedule, request, options
         self.started = time.time()
-        self.first_step: int | None = None
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if self.first_step is None:
-            self.first_step, self.started_steps = state.global_step, time.time()
+        self.ends: deque[float] = deque(maxlen=50)
+        """When the latest steps ended: recording makes the first epoch slower than the others."""
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.ends.append(time.time())
         if self.schedule.decay_from is None and self._due(state.global_step):
             self.schedule.decay_from = state.global_step
+            control.should_save = True
         if self.schedule.over(state.global_step):
             control.should_training_stop = control.should_save = control.should_evaluate = True
 
     def _due(self, step: int) -> bool:
-        left = self.options.max_steps - step
-        if self.request.exists() or left <= self.options.decay_steps:
+        if self.request.exists() or self.options.max_steps - step <= self.options.decay_steps:
             return True
-        if self.options.minutes is None or self.first_step is None:
+        if self.options.minutes is None or len(self.ends) < 10:
             return False
-        seconds_a_step = (time.time() - self.started_steps) / max(step - self.first_step, 1)
+        seconds_a_step = (self.ends[-1] - self.ends[0]) / (len(self.ends) - 1)
         remaining = self.options.minutes * 60 - (time.time() - self.started)
         return remaining <= self.options.decay_steps * seconds_a_step
 
 
-class _HeadConfig(TrainerCallback):
-    """Writes config.json beside every checkpoint's weights, so that each is a head folder that loads."""
+class _Checkpoints(TrainerCallback):
+    """Makes every checkpoint a head folder that loads, and keeps the one from which the decay began."""
 
-    def __init__(self, head: Eagle3Head):
-        self.head = head
+    def __init__(self, head: Eagle3Head, schedule: WarmupStableDecay):
+        self.head, self.schedule = head, schedule
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        from specdec.checkpoints.eagle3 import write_config
-
-        write_config(self.head.config, Path(args.output_dir) / f"checkpoint-{state.global_step}", tied=True)
+        folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
+        write_config(self.head.config, folder, tied=True)
+        if self.schedule.decay_from == state.global_step:
+            shutil.copytree(folder, Path(args.output_dir) / BEFORE_DECAY, dirs_exist_ok=True)
 
 
 def train_eagle3(
@@ -465,67 +318,134 @@ def train_eagle3(
     options: Eagle3Options | None = None,
     *,
     features: Path | None = None,
-    resume: bool = True,
+    resume: bool | Path = True,
 ) -> Path:
-    """Train a head for `target` on its own answers; resumes from the last checkpoint in `out`.
+    """Train a head for `target` on its own answers.
 
     Args:
-        target: a Llama-like causal LM of transformers, on the CPU, in fp32.
+        target: a Llama-like causal LM of transformers (it has ``.model.layers``), fp32, on the CPU.
+        tokenizer: its tokenizer, with a chat template.
         data: JSON lines as ``generate_data`` writes them.
-        out: gets checkpoint-*/, curve.jsonl and options.json.
-        features: where target features are kept; `out`/features by default.
+        out: gets checkpoint-*/, before-decay/, curve.jsonl (acceptance over training), options.json and run.json.
+        features: where the target's features are kept; `out`/features by default.
+        resume: go on from the last checkpoint in `out` (if there is one), from the checkpoint in this folder (such as
+            `out`/before-decay, to train a finished run further), or start anew.
 
     Returns:
         The folder of the last checkpoint, which is a head that ``load_eagle3`` reads.
+
+    Raises:
+        ValueError: text that cannot be read or is too little, features above `max_disk_gb`, or a feature folder of
+            another target or text.
     """
     options = options or Eagle3Options()
     set_seed(options.seed)
-    out.mkdir(parents=True, exist_ok=True)
-    (out / "options.json").write_text(json.dumps(asdict(options), indent=1))
     target.requires_grad_(False).eval()
     rows = read_rows(data, tokenizer)
     training, heldout = split_heldout(rows, options.heldout, options.seed)
-    training = training[: options.rows]
-    taps = default_taps(target.config.num_hidden_layers)
-    need = FeatureStore.disk_bytes([rows[i] for i in training + heldout], target.config.hidden_size, len(taps))
-    if need > options.max_disk_gb * 1e9:
-        raise ValueError(f"features need {need / 1e9:.1f} GB, above max_disk_gb = {options.max_disk_gb}; use fewer rows")
-    store = FeatureStore(features or out / "features", rows, target, taps)
-    head = new_head(target, draft_vocabulary(rows, options.draft_vocab_size, _stop_ids(target)), len(taps))
-    trainer = _trainer(head, store, training, heldout, out, options)
-    last = _last_checkpoint(out) if resume else None
+    order = training_order(rows, training, options)
+    store = _store(features or out / "features", rows, {*order, *heldout}, target, options)
+    draft_ids = draft_vocabulary(rows, options.draft_vocab_size, stop_ids(target))
+    out.mkdir(parents=True, exist_ok=True)
+    (out / "options.json").write_text(json.dumps(asdict(options), indent=1), encoding="utf-8")
+    facts = describe_run(rows, data, draft_ids, store.taps)
+    (out / "run.json").write_text(json.dumps(facts, indent=1), encoding="utf-8")
+    head = new_head(target, draft_ids, len(store.taps))
+    return _fit(_trainer(head, store, order, heldout, out, options), out, resume)
+
+
+def _fit(trainer: Eagle3Trainer, out: Path, resume: bool | Path) -> Path:
+    last = get_last_checkpoint(str(out)) if resume is True else str(resume) if resume else None
     if last is None:
+        (out / "curve.jsonl").unlink(missing_ok=True)
         trainer.evaluate()
     trainer.train(resume_from_checkpoint=last)
-    found = _last_checkpoint(out)
-    assert found is not None
+    found = get_last_checkpoint(str(out))
+    assert found is not None, "the trainer saves at the end of every run"
     return Path(found)
 
 
-def _stop_ids(target: Any) -> list[int]:
-    ids = target.generation_config.eos_token_id
-    return [] if ids is None else [ids] if isinstance(ids, int) else list(ids)
+def _store(
+    folder: Path, rows: Sequence[Row], used: Collection[int], target: Any, options: Eagle3Options
+) -> FeatureStore:
+    taps = default_taps(target.config.num_hidden_layers)
+    need = FeatureStore.disk_bytes([rows[index] for index in used], target.config.hidden_size, len(taps)) / 1e9
+    if need > options.max_disk_gb:
+        raise ValueError(
+            f"the features of {len(used)} rows need {need:.1f} GB, above max_disk_gb = {options.max_disk_gb}; "
+            "raise it or use less text"
+        )
+    return FeatureStore(folder, rows, target, taps)
 
 
-def _last_checkpoint(out: Path) -> str | None:
-    from transformers.trainer_utils import get_last_checkpoint
+def describe_run(rows: Sequence[Row], data: Path, draft_ids: Tensor, taps: Sequence[int]) -> dict[str, Any]:
+    """What a head's card says about its text and its making: counts, checksum, coverage, versions, processor."""
+    kept = set(draft_ids.tolist())
+    answers = [int(token) for row in rows for token in row.ids[row.prompt_length :]]
+    return {
+        "data": data.name,
+        "data_sha256": hashlib.sha256(data.read_bytes()).hexdigest(),
+        "rows": len(rows),
+        "answer_tokens": len(answers),
+        "coverage": round(sum(token in kept for token in answers) / len(answers), 4),
+        "taps": list(taps),
+        "software": f"torch {torch.__version__}, transformers {transformers.__version__}",
+        "machine": f"{os.cpu_count()}-core {_processor()}",
+    }
 
-    return get_last_checkpoint(str(out))
+
+def _processor() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor() or platform.machine()
+
+
+def training_order(rows: Sequence[Row], training: Sequence[int], options: Eagle3Options) -> list[int]:
+    """Row indices in the order of training, `batch_size` at a time, for `max_steps` steps.
+
+    Pass after pass over a growing part of the rows, greedy answers first (their argmaxes need not be computed). Within
+    a pass the rows are shuffled, then sorted by length in pools of 16 batches so that little is padding, and the
+    batches shuffled again.
+    """
+    shuffle = random.Random(options.seed)
+    ranked = sorted(training, key=lambda index: not rows[index].greedy)  # stable, so still in random order
+    size, order = options.batch_size, []
+    use = options.first_rows
+    while len(order) < options.max_steps * size:
+        part = ranked[:use]
+        shuffle.shuffle(part)
+        batches = []
+        for start in range(0, len(part), 16 * size):
+            pool = sorted(part[start : start + 16 * size], key=lambda index: len(rows[index].ids))
+            batches += [pool[first : first + size] for first in range(0, len(pool) - size + 1, size)]
+        if not batches:
+            raise ValueError(f"{len(part)} training rows do not fill one batch of {size}; add text or lower batch_size")
+        shuffle.shuffle(batches)
+        order += [index for batch in batches for index in batch]
+        use += options.more_rows
+    return order[: options.max_steps * size]
 
 
 def _trainer(
-    head: Eagle3Head, store: FeatureStore, training: Sequence[int], heldout: Sequence[int], out: Path, options: Eagle3Options
+    head: Eagle3Head,
+    store: FeatureStore,
+    order: Sequence[int],
+    heldout: Sequence[int],
+    out: Path,
+    options: Eagle3Options,
 ) -> Eagle3Trainer:
     from datasets import Dataset
 
-    dataset = Dataset.from_dict({"row": list(training), "length": [len(store.rows[index].ids) for index in training]})
+    dataset = Dataset.from_dict({"row": list(order)})
     arguments = TrainingArguments(
         output_dir=str(out),
         use_cpu=True,
         per_device_train_batch_size=options.batch_size,
-        train_sampling_strategy="group_by_length",
+        train_sampling_strategy="sequential",
         learning_rate=options.learning_rate,
-        adam_beta2=0.95,
+        adam_beta2=0.98,
         weight_decay=0.0,
         max_steps=options.max_steps,
         logging_steps=10,
@@ -539,11 +459,8 @@ def _trainer(
         seed=options.seed,
         dataloader_pin_memory=False,
     )
-    curve = _Curve(out / "curve.jsonl")
-    trainer = Eagle3Trainer(
-        head, store, heldout, options, args=arguments, train_dataset=dataset, eval_dataset=dataset, callbacks=[curve]
-    )
-    curve.trainer = trainer
+    trainer = Eagle3Trainer(head, store, heldout, options, args=arguments, train_dataset=dataset, eval_dataset=dataset)
+    trainer.add_callback(_Curve(out / "curve.jsonl", trainer))
     trainer.add_callback(_Decay(trainer.schedule, out / "decay", options))
-    trainer.add_callback(_HeadConfig(head))
+    trainer.add_callback(_Checkpoints(head, trainer.schedule))
     return trainer

@@ -1,9 +1,9 @@
 """What a target computes on its training text, recorded once.
 
-A row is one prompt with its answer. For each of its positions the store keeps the hidden states that a draft head reads
-(the taps) and the final hidden state, from which ``lm_head`` gives the target's distribution. Rows are recorded when they
-are first asked for, so training starts at once; later epochs read a memory map. bf16 on disk, and at most the bytes
-that ``FeatureStore.disk_bytes`` announces.
+A row is one prompt with its answer. For each of its positions the store keeps the hidden states that a draft head
+reads (the taps) and the final hidden state, from which ``lm_head`` gives the target's distribution. Rows are recorded
+when they are first asked for, so training starts at once; later passes read a memory map. bf16 on disk, and at most
+the bytes that ``FeatureStore.disk_bytes`` announces.
 """
 
 import hashlib
@@ -47,20 +47,9 @@ class FeatureBatch(NamedTuple):
     """int64 [B]"""
 
 
-def default_taps(num_layers: int) -> tuple[int, int, int]:
-    """EAGLE-3's three layers (0-based), whose *inputs* are the features: 2, n // 2, n - 3 of n.
-
-    Raises ValueError where the rule does not give three different layers (n < 7).
-    """
-    taps = (2, num_layers // 2, num_layers - 3)
-    if not 0 <= taps[0] < taps[1] < taps[2]:
-        raise ValueError(f"the rule (2, n // 2, n - 3) gives {taps} for n = {num_layers} layers; name the taps yourself")
-    return taps
-
-
 @contextmanager
 def tapped(base: nn.Module, taps: Sequence[int]) -> Iterator[list[Tensor]]:
-    """Inside the block every forward of `base` (a decoder with ``.layers``) fills the list: the input of each tapped layer."""
+    """A list that every forward of `base` (it has ``.layers``) in the block fills with the tapped layers' inputs."""
     caught: list[Tensor] = [torch.empty(0)] * len(taps)
 
     def hook(slot: int) -> Any:
@@ -80,7 +69,7 @@ def tapped(base: nn.Module, taps: Sequence[int]) -> Iterator[list[Tensor]]:
 
 @torch.no_grad()
 def target_features(target: Any, ids: Tensor, taps: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """(features [B, T, F*h_t], final [B, T, h_t]) of ids [B, T], padded on the right: causality alone keeps padding out."""
+    """(features [B, T, F*h_t], final [B, T, h_t]) of ids [B, T] padded on the right, which causality keeps out."""
     base = target.get_decoder() if hasattr(target, "get_decoder") else target.model
     with tapped(base, taps) as caught:
         final = base(input_ids=ids, use_cache=False).last_hidden_state
@@ -129,8 +118,8 @@ class FeatureStore:
             path.write_text(json.dumps(identity))
         elif json.loads(path.read_text()) != identity:
             raise ValueError(
-                f"{folder} holds features of another text, target or taps: {path.read_text()}, not {json.dumps(identity)}; "
-                "name another folder or delete this one"
+                f"{folder} holds features of another text, target or taps: {path.read_text()}, "
+                f"not {json.dumps(identity)}; name another folder or delete this one"
             )
 
     def recorded(self) -> int:
