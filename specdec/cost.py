@@ -1,8 +1,8 @@
 """How long a forward pass takes here, and the node budget that follows.
 
-On a GPU at batch 1 a tree of 60 nodes costs about as much as one token; on a CPU every node costs. So the budget is not a
-constant there: with T(n) the measured time of verifying n nodes, T_draft that of a draft forward, and the chance of
-each tree position under typical acceptance rates, it is the N that maximises expected tokens per second.
+On a GPU at batch 1 a tree of 60 nodes costs about as much as one token; on a CPU every node costs. So the budget is
+not a constant there: with T(n) the measured time of verifying n nodes, T_draft that of a draft forward, and the chance
+of each tree position under typical acceptance rates, it is the N that maximises expected tokens per second.
 """
 
 from __future__ import annotations
@@ -13,8 +13,9 @@ import json
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -78,7 +79,7 @@ def plan(curve: CostCurve, rank_acceptance: Sequence[float] | None = None, large
     rates = rank_acceptance or RANK_ACCEPTANCE
     best = Plan(2, 1, 1, 1, 0.0)
     tau, top_k, depth = 1.0, 0, 0
-    for nodes, (chance, level, rank) in enumerate(_positions(rates, largest - 1), start=2):
+    for nodes, (chance, level) in enumerate(_positions(rates, largest - 1), start=2):
         tau, top_k, depth = tau + chance, top_k + (level == 1), max(depth, level)
         speedup = tau * curve.at(1) / (curve.at(nodes) + depth * curve.draft)
         if speedup > best.speedup:
@@ -91,13 +92,13 @@ def plan(curve: CostCurve, rank_acceptance: Sequence[float] | None = None, large
     return Plan(best.budget, best.top_k, best.depth, max(range(1, 17), key=of_chain), best.speedup)
 
 
-def _positions(rates: Sequence[float], count: int) -> list[tuple[float, int, int]]:
-    """The `count` most likely tree positions as (chance, level, rank), most likely first."""
+def _positions(rates: Sequence[float], count: int) -> list[tuple[float, int]]:
+    """The `count` most likely tree positions as (chance, level), most likely first."""
     heap = [(-rates[0], 1, 0, 1.0)]
-    found = []
+    found: list[tuple[float, int]] = []
     while heap and len(found) < count:
         chance, level, rank, parent = heapq.heappop(heap)
-        found.append((-chance, level, rank))
+        found.append((-chance, level))
         if rank + 1 < len(rates):
             heapq.heappush(heap, (-parent * rates[rank + 1], level, rank + 1, parent))
         heapq.heappush(heap, (chance * rates[0], level + 1, 0, -chance))
@@ -105,19 +106,16 @@ def _positions(rates: Sequence[float], count: int) -> list[tuple[float, int, int
 
 
 def measure(target: CausalLM, drafter: Drafter | None = None, sizes: Sequence[int] = SIZES) -> CostCurve:
-    """Times the target at each size, and one draft forward; the minimum of several runs, which a busy machine spoils least."""
-    rows = Rows([[i % 97 + 1 for i in range(_CACHED_TOKENS)]], 2 * max(sizes), [0], device=target.device)
+    """Times the target at each size, and a draft forward: the fastest of several runs, the least spoiled by other work."""
+    rows = Rows([[i % target.vocab_size for i in range(_CACHED_TOKENS)]], 2 * max(sizes), [0], device=target.device)
     capacity = rows.limit[0] + max(sizes)
     target.start(rows, capacity)
     taps, target.taps = target.taps, drafter.taps if drafter else ()
     try:
         _, span = target.forward(rows)
         rows.cached[target.name], rows.host.cached[target.name] = rows.length - 1, [_CACHED_TOKENS - 1]
-        trees = {n: _chain_tree(rows, n) for n in sizes}
-        verify = {
-            n: _fastest(lambda: target.forward(rows, tree.whole() if n > 1 else None), target)
-            for n, tree in trees.items()
-        }
+        trees = {nodes: _chain_tree(rows, nodes).whole() if nodes > 1 else None for nodes in sizes}
+        verify = _fastest({nodes: partial(target.forward, rows, tree) for nodes, tree in trees.items()}, target)
     finally:
         target.taps = taps
     draft = 0.0
@@ -130,28 +128,29 @@ def measure(target: CausalLM, drafter: Drafter | None = None, sizes: Sequence[in
         drafter.expand(rows, tree, tree.root)
         one = torch.ones_like(rows.length)
         node = tree.append(Layer(tree.root, tree.root, tree.scores.clone(), one, tree.root, one), lambda ids: ids)
-        draft = _fastest(lambda: drafter.expand(rows, tree, node), target)
+        draft = _fastest({1: partial(drafter.expand, rows, tree, node)}, target)[1]
     return CostCurve(verify, draft)
 
 
 def _chain_tree(rows: Rows, nodes: int) -> DraftTree:
     tree = DraftTree(rows.roots, nodes)
-    frontier, one = tree.root, torch.ones_like(rows.length)
+    frontier, one, score = tree.root, torch.ones_like(rows.length), torch.zeros_like(tree.scores)
     for _ in range(nodes - 1):
-        frontier = tree.append(Layer(frontier, frontier, tree.scores[:, :1].clone(), one, tree.root, one), lambda ids: ids)
+        frontier = tree.append(Layer(frontier, frontier, score, one, tree.root, one), lambda ids: ids)
     return tree
 
 
-def _fastest(run: Callable[[], Any], target: CausalLM) -> float:
-    def once() -> float:
-        begin = time.perf_counter()
-        run()
-        if target.device.type == "cuda":
-            torch.cuda.synchronize()
-        return time.perf_counter() - begin
-
-    once()
-    return min(once() for _ in range(_REPEATS))
+def _fastest(runs: Mapping[int, Callable[[], Any]], target: CausalLM) -> dict[int, float]:
+    """Seconds of the fastest of several runs of each; in turn, so that a busy spell does not hit one of them alone."""
+    times: dict[int, list[float]] = {key: [] for key in runs}
+    for _ in range(1 + _REPEATS):
+        for key, run in runs.items():
+            begin = time.perf_counter()
+            run()
+            if target.device.type == "cuda":
+                torch.cuda.synchronize()
+            times[key].append(time.perf_counter() - begin)
+    return {key: min(seconds[1:]) for key, seconds in times.items()}
 
 
 def cached_curve(target: CausalLM, drafter: Drafter | None = None) -> CostCurve:

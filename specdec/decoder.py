@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, overload
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -49,7 +49,6 @@ class Decoder:
             given, missing = ("drafter", "growth") if growth is None else ("growth", "drafter")
             raise ValueError(f"a {given} was given without a {missing}; give both, or neither for plain decoding")
         self.target = target if isinstance(target, CausalLM) else CausalLM(target)
-        self.target.taps = drafter.taps if drafter else ()
         self.drafter, self.growth, self.method = drafter, growth, method
         self.verifier = verifier or TargetVerifier(self.target)
         if exact and not self.verifier.lossless:
@@ -63,10 +62,11 @@ class Decoder:
     def rounds(self, rows: Rows, sampler: Sampler) -> Iterator[list[Round]]:
         """Decodes until every row has ended; yields one `Round` a row, the prefill first."""
         watch = Stopwatch(self.target.device, self.split_time)
-        spare = self.growth.capacity * len(rows) if self.growth else 1
-        self.verifier.start(rows, max(rows.limit) + spare)
-        if self.drafter:
-            self.drafter.start(rows, max(rows.limit) + spare)
+        self.target.taps = self.drafter.taps if self.drafter else ()  # a target may serve several decoders
+        nodes = self.growth.capacity if self.growth else 1
+        self.verifier.start(rows, max(rows.limit) + nodes)
+        if self.drafter:  # rows share the columns of a layer, which are as many as the widest row wants
+            self.drafter.start(rows, max(rows.limit) + nodes * len(rows))
         tree, forwards = DraftTree(rows.roots, capacity=1), 0
         while True:
             with watch("verify"):
@@ -92,6 +92,12 @@ class Decoder:
         if self.drafter:
             self.drafter.observe(rows, verdict.span, tree, verdict)
         return rows.extend(tree, verdict.path, verdict.length, verdict.bonus)
+
+    @overload
+    def generate(self, prompt: str, **options: Any) -> Output: ...
+
+    @overload
+    def generate(self, prompt: Any, **options: Any) -> Any: ...
 
     def generate(self, prompt: Any, **options: Any) -> Output | list[Output]:
         """Text for one prompt, or for each of a list of prompts.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
-from torch import Tensor
 
 from specdec.protocols import Drafter, Growth
 from specdec.rows import Rows
@@ -41,7 +41,7 @@ def _with_room(layer: Layer, rows: Rows, depth: int) -> Layer:
     if len(rows) == 1:
         return layer
     room = rows.room > depth
-    return layer._replace(count=layer.count * room, expand_count=layer.expand_count * room)
+    return replace(layer, count=layer.count * room, expand_count=layer.expand_count * room)
 
 
 def narrow(layer: Layer) -> Layer:

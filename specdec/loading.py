@@ -22,10 +22,10 @@ from specdec.drafters.eagle3 import Eagle3Drafter
 from specdec.drafters.lm import LMDrafter
 from specdec.methods import Method, make_growth, method
 from specdec.models import llama
+from specdec.models.eagle3 import default_taps
 from specdec.models.lm import CausalLM
 from specdec.models.packed import pack_linears
 from specdec.protocols import Drafter
-from specdec.training.features import default_taps
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,10 @@ def load(
         target = preset.target()
         draft = preset.draft() if draft is None and chosen.drafts else draft
     if chosen.drafts and draft is None:
-        raise ValueError(f"method {chosen.name!r} needs {chosen.needs}; give draft=<folder, Hub id or model>")
+        raise ValueError(
+            f"method {chosen.name!r} needs {chosen.needs}; give draft=<folder, Hub id or model>, or a target that is a "
+            f"preset and brings one: {', '.join(PRESETS)}"
+        )
     make_growth(chosen, options, plan=None)  # a wrong option is refused before anything is loaded
     lm, tokenizer = load_target(target, device, dtype, tokenizer)
     drafter = load_draft(draft, lm, chosen) if chosen.drafts else None
@@ -152,7 +155,8 @@ def feature_taps(config: dict[str, Any], layers: int, count: int) -> tuple[int, 
     taps = tuple(config.get("specdec", {}).get("taps") or default_taps(layers))
     if len(taps) != count or not all(0 <= tap <= layers for tap in taps):
         raise ValueError(
-            f"the head reads {count} features, its taps are {taps}, and the target has {layers} layers; expected {count} ids from 0 to {layers}"
+            f"the head reads {count} features, its taps are {taps}, and the target has {layers} layers; "
+            f"expected {count} ids from 0 to {layers}"
         )
     return taps
 
@@ -172,7 +176,7 @@ def _load_lm(
     source: str | Path, device: str | torch.device | None, dtype: str | torch.dtype | None, role: str
 ) -> PreTrainedModel:
     folder = _folder(source, role)
-    device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    device = _device(device)
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else "auto"
     elif isinstance(dtype, str):
@@ -184,6 +188,16 @@ def _load_lm(
             f"the {role} {str(source)!r} could not be loaded as a causal language model: {error}"
         ) from error
     return model.to(device).eval()
+
+
+def _device(given: str | torch.device | None) -> torch.device:
+    try:
+        device = torch.device(given or ("cuda" if torch.cuda.is_available() else "cpu"))
+    except RuntimeError:
+        raise ValueError(f"device is {given!r}; expected 'cpu', 'cuda' or 'cuda:<number>'") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {str(given)!r}, but this torch sees no CUDA device; use 'cpu'")
+    return device
 
 
 def _dtype(name: str) -> torch.dtype | str:

@@ -121,7 +121,7 @@ class Rows:
         return max(a - b for a, b in zip(self.host.length, self.host.cached[name], strict=True))
 
     def window(self, width: int) -> Tensor:
-        """The last `width` ids of each row, aligned to the right: [B, width]; columns before a row's start repeat id 0."""
+        """The last `width` ids of each row, aligned right: [B, width]; columns before its start repeat the first."""
         index = self.length[:, None] + torch.arange(-width, 0, device=self.ids.device)
         return self.ids.gather(1, index.clamp(min=0))
 
@@ -160,18 +160,21 @@ class Rows:
         self.host = Host(
             [row[0] for row in numbers], {name: [row[3 + i] for row in numbers] for i, name in enumerate(self.cached)}
         )
-        emitted, paths, cut = [], [], False
+        emitted: list[list[int]] = []
+        paths: list[list[int]] = []
+        cut = False
         for row, line in enumerate(numbers):
             if self.finish_reasons[row] is not None:
                 emitted.append([])
                 paths.append([])
                 continue
             ids = line[3 + caches : 4 + caches + width][width + 1 - line[1] :]
+            accepted = line[4 + caches + width :][: line[2]]
             if ids[-1] < 0:
                 raise FloatingPointError(
-                    f"row {row}: the verifier's logits behind node {([0] + line[4 + caches + width :])[line[2]]} of the tree "
-                    f"(new token {len(self.new_tokens[row]) + len(ids)}) hold no finite maximum (NaN or infinity); "
-                    "the text up to there is valid. Check the weights and the dtype (fp16 overflows where bf16 does not)."
+                    f"row {row}, new token {len(self.new_tokens[row]) + len(ids)}: the verifier's logits behind "
+                    f"tree node {accepted[-1] if accepted else 0} hold no finite maximum (NaN or infinity). "
+                    "Check the weights and the dtype: float16 overflows where bfloat16 does not."
                 )
             kept, reason = self.stopping.cut(self.new_tokens[row], ids)
             self.new_tokens[row] += ids[:kept]
@@ -184,7 +187,7 @@ class Rows:
                     lengths[row] = min(lengths[row], self.host.length[row])
                 cut = True
             emitted.append(ids[:kept])
-            paths.append(line[4 + caches + width :][: line[2]])
+            paths.append(accepted)
         if cut:
             self._send()
         return emitted, paths

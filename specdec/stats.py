@@ -114,8 +114,8 @@ class Output:
             tau: tokens per verification, the bonus included.
             delta: draft forwards per verification.
             c: time of one draft forward over that of one verification.
-            R_model: predicted speed-up over plain decoding, tau * T(1) / (T_verify + delta * T_draft), where T(1) is the
-                measured time of a plain step; tau / (1 + c * delta) where no plain step was measured.
+            R_model: predicted speed-up over plain decoding, tau * T(1) / (T_verify + delta * T_draft), where T(1) is
+                the measured time of a plain step; tau / (1 + c * delta) where no plain step was measured.
             r_t: target forwards per generated token.
             split: seconds by phase.
         """

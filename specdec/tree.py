@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -10,7 +11,8 @@ from specdec_kernels import ancestors
 from torch import Tensor
 
 
-class Layer(NamedTuple):
+@dataclass(frozen=True)
+class Layer:
     """What a growth policy adds to a tree in one step; all tensors have the leading row dimension."""
 
     parent: Tensor  # [B, W] int64, tree nodes

@@ -125,8 +125,18 @@ def sample_tokens(logits: Tensor, seeds: Tensor, stream: int, positions: Tensor)
     Returns:
         token ids [B, M]; -1 where the row holds a NaN or no finite logit.
     """
-    noise = gumbel(seeds, stream, positions, logits.shape[-1])
-    best, token = (logits.float() + noise).max(-1)
+    return perturbed_argmax(logits, gumbel(seeds, stream, positions, logits.shape[-1]))
+
+
+def perturbed_argmax(logits: Tensor, noise: Tensor | None = None) -> Tensor:
+    """The token with the largest logit plus noise; greedy without noise.
+
+    Args:
+        logits, noise: [B, M, V].
+    Returns:
+        token ids [B, M], equal maxima to the lowest id; -1 where the maximum is a NaN or infinite.
+    """
+    best, token = (logits if noise is None else logits.float() + noise).max(-1)
     return torch.where(torch.isfinite(best), token, -1)
 
 
@@ -177,7 +187,7 @@ def verify_walk(
 
 
 def kv_commit(cache: Tensor, source: Tensor, start: Tensor, count: Tensor) -> None:
-    """Moves the accepted entries of a cache into place: `cache[:, b, start + i] = cache[:, b, source[b, i]]`, i < count.
+    """Moves accepted cache entries into place: `cache[:, b, start + i] = cache[:, b, source[b, i]]` for i < count.
 
     Overlap-safe: everything is read before anything is written.
 

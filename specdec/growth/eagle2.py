@@ -45,14 +45,15 @@ class Eagle2:
         score = (parent_scores[..., None] + logprob).flatten(1)
         parent = nodes[..., None].expand_as(token).flatten(1)
         width = score.shape[1]
-        best, expand = ordered_topk(score, min(self.top_k, width))
+        expand = ordered_topk(score, min(self.top_k, width))[1]
         full = torch.full_like(tree.count, width)
         more = torch.full_like(tree.count, expand.shape[1] if tree.depth < self.depth else 0)
         return Layer(parent, token.flatten(1), score, full, expand, more)
 
     def finish(self, tree: DraftTree) -> DraftTree:
-        """The N best by path probability; a parent never scores below its child and comes first, so none is orphaned."""
-        scores = tree.scores.clone()
+        """The N best by path probability; a parent never scores below its child and comes before it: no orphans."""
+        column = torch.arange(tree.size, device=tree.count.device)
+        scores = torch.where(column < tree.count[:, None], tree.scores, float("-inf"))  # rows may differ in nodes
         scores[:, 0] = float("inf")
         best, keep = ordered_topk(scores, min(self.budget, tree.size))
         count = (best > float("-inf")).sum(-1)  # a NaN in the draft's logits leaves candidates without probability

@@ -10,9 +10,9 @@ from torch import Tensor
 class KVCache:
     """Keys and values of all layers in one buffer `data` [2 * layers, B, entries + 1, kv_heads, head_dim].
 
-    Keys come first, then values. The last entry is scrap: padding is written there and nobody reads it. How many entries
-    of a row are valid is the row's business (`Rows.cached`), not the cache's. The buffer is kept between generations
-    and replaced only by a larger one.
+    Keys come first, then values. The last entry is scrap: padding is written there and nobody reads it. How many
+    entries of a row are valid is the row's business (`Rows.cached`), not the cache's. The buffer is kept between
+    generations and replaced only by a larger one.
     """
 
     def __init__(self, layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device):
@@ -43,7 +43,7 @@ class KVCache:
         self.data[self.layers + layer][row, entries] = values
 
     def read(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
-        """Keys and values of the first `end` entries, [B, kv_heads, end, head_dim]: views, valid until the next write."""
+        """Keys and values of the first `end` entries [B, kv_heads, end, head_dim]: views, valid till the next write."""
         return (
             self.data[layer, :, :end].transpose(1, 2),
             self.data[self.layers + layer, :, :end].transpose(1, 2),

@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from specdec.models.attention import Step
 
@@ -77,7 +76,7 @@ class HuggingFaceModel:
 
 @contextmanager
 def _inputs_of(base: nn.Module, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
-    """Catches the hidden states that enter the layers `taps`; tap n (the number of layers) is what the last one gives."""
+    """Catches the hidden states that enter the layers `taps`; tap n (the number of layers) is what the last gives."""
     inputs: dict[int, Tensor] = {}
     hooks = []
     for tap in taps:

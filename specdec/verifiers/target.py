@@ -1,8 +1,8 @@
 """The target decides: one draw at every node, descend while a child carries it.
 
-For trees that are a function of the draft's distribution this has the law of "accept child x with probability p(x), else
-remove it and renormalise", without a loop over siblings, and accepts as much as any lossless rule can (research on
-EAGLE-3's verification; the law of the text is the target's own whatever the tree).
+For a tree that is a function of the draft's distribution this has the law of "accept child x with probability p(x),
+else remove it and renormalise" (EAGLE's rule with q = 1), without a loop over siblings, and it accepts as much as any
+lossless rule can: the sum over the tree's nodes of the target's path probability.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ class TargetVerifier:
     def verify(self, rows: Rows, tree: DraftTree, sampler: Sampler) -> Verdict:
         placement = tree.whole() if tree.size > 1 else None
         logits, span = self.target.forward(rows, placement)
-        chosen = sampler.draw(logits, rows.noise, rows.length[:, None] + tree.depths)
+        positions = rows.length[:, None] + tree.depths
+        chosen = sampler.draw(logits, rows.noise, positions, levels=tree.depth + 1)
         lineage = torch.ones_like(tree.parents, dtype=torch.bool)[..., None] if placement is None else tree.lineage()
         path, length, bonus = verify_walk(tree.tokens, tree.parents, tree.count, chosen, lineage)
         path = path[:, : tree.depth]
