@@ -106,7 +106,7 @@ def _positions(rates: Sequence[float], count: int) -> list[tuple[float, int]]:
 
 
 def measure(target: CausalLM, drafter: Drafter | None = None, sizes: Sequence[int] = SIZES) -> CostCurve:
-    """Times the target at each size, and a draft forward: the fastest of several runs, the least spoiled by other work."""
+    """Times the target at each size, and a draft forward: the fastest of several runs, least spoiled by other work."""
     rows = Rows([[i % target.vocab_size for i in range(_CACHED_TOKENS)]], 2 * max(sizes), [0], device=target.device)
     capacity = rows.limit[0] + max(sizes)
     target.start(rows, capacity)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any, overload
 
@@ -19,6 +20,11 @@ from specdec.stats import Output, Round, Stopwatch
 from specdec.streaming import Piece, TextStream
 from specdec.tree import DraftTree
 from specdec.verifiers.target import TargetVerifier
+
+_NOTHING_DRAFTED = (
+    "the draft proposed no token: its logits hold no finite value (float16 overflow, or a broken checkpoint?); "
+    "the text is right, but nothing is gained"
+)
 
 
 class Decoder:
@@ -73,12 +79,14 @@ class Decoder:
                 verdict = self.verifier.verify(rows, tree, sampler)
             with watch("commit"):
                 gained = self._commit(rows, tree, verdict)
-            emitted, paths = rows.fetch(verdict.path, verdict.length, gained)
+            gains = rows.fetch(tree, verdict.path, verdict.length, gained)
             split = watch.lap()
             yield [
-                Round(ids, path, forwards, 1, split, tree, row)
-                for row, (ids, path) in enumerate(zip(emitted, paths, strict=True))
+                Round(gain.tokens, gain.path, gain.nodes, forwards, 1, split, tree, row)
+                for row, gain in enumerate(gains)
             ]
+            if forwards and all(gain.nodes <= 1 for gain in gains):
+                warnings.warn(_NOTHING_DRAFTED, RuntimeWarning, stacklevel=2)  # Python shows it once
             if rows.finished:
                 return
             watch.restart()  # the consumer's time is not ours

@@ -84,7 +84,7 @@ def load(
         )
     make_growth(chosen, options, plan=None)  # a wrong option is refused before anything is loaded
     lm, tokenizer = load_target(target, device, dtype, tokenizer)
-    drafter = load_draft(draft, lm, chosen) if chosen.drafts else None
+    drafter = load_draft(draft, lm, chosen, tokenizer) if chosen.drafts else None
     curve = cost.cached_curve(lm, drafter) if drafter and lm.device.type == "cpu" else None
     plan = cost.plan(curve, getattr(drafter, "rank_acceptance", None)) if curve else None
     decoder = Decoder(
@@ -117,8 +117,16 @@ def load_target(
     return CausalLM(model, lean=model.device.type == "cpu" and llama.supports(model) is None), tokenizer
 
 
-def load_draft(draft: str | Path | PreTrainedModel | Drafter, target: CausalLM, chosen: Method) -> Drafter:
-    """A drafter on the target's device, in its dtype."""
+def load_draft(
+    draft: str | Path | PreTrainedModel | Drafter,
+    target: CausalLM,
+    chosen: Method,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+) -> Drafter:
+    """A drafter on the target's device, in its dtype.
+
+    A language model that is loaded here must share the target's tokenizer; one that is given as an object is trusted.
+    """
     if isinstance(draft, PreTrainedModel):
         return _lm_drafter(CausalLM(draft.eval(), "draft"), target, chosen)
     if not isinstance(draft, (str, Path)):
@@ -127,6 +135,8 @@ def load_draft(draft: str | Path | PreTrainedModel | Drafter, target: CausalLM, 
     config = _read_config(folder)
     if "draft_vocab_size" not in config:
         model = _load_lm(folder, target.device, target.dtype, "draft")
+        if tokenizer is not None:
+            _check_tokenizers(tokenizer, _load_tokenizer(folder))
         lean = model.device.type == "cpu" and llama.supports(model) is None
         return _lm_drafter(CausalLM(model, "draft", lean), target, chosen)
     if "eagle3" not in chosen.drafts:
@@ -170,6 +180,20 @@ def _lm_drafter(model: CausalLM, target: CausalLM, chosen: Method) -> LMDrafter:
             "they have to share a tokenizer"
         )
     return LMDrafter(model)
+
+
+def _check_tokenizers(target: PreTrainedTokenizerBase, draft: PreTrainedTokenizerBase) -> None:
+    ours, theirs = target.get_vocab(), draft.get_vocab()
+    if ours == theirs:
+        return
+    token = min(
+        (t for t in ours.keys() | theirs.keys() if ours.get(t) != theirs.get(t)), key=lambda t: ours.get(t, 1 << 40)
+    )
+    raise ValueError(
+        f"target and draft have different tokenizers ({len(ours)} and {len(theirs)} tokens): {token!r} is id "
+        f"{ours.get(token)} of the target and {theirs.get(token)} of the draft; choose a draft of the same family, or "
+        "pass the draft as a model object to skip this check"
+    )
 
 
 def _load_lm(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,6 +45,14 @@ class Host:
 
     length: list[int]
     cached: dict[str, list[int]] = field(default_factory=dict)
+
+
+class Gain(NamedTuple):
+    """What one row got out of a round; all empty for a row that had ended before."""
+
+    tokens: list[int]  # cut where the text ends
+    path: list[int]  # accepted nodes, before the cut
+    nodes: int  # size of the tree, the root included
 
 
 class Rows:
@@ -142,11 +151,11 @@ class Rows:
         self.length = self.length + gained
         return gained
 
-    def fetch(self, path: Tensor, length: Tensor, gained: Tensor) -> tuple[list[list[int]], list[list[int]]]:
+    def fetch(self, tree: DraftTree, path: Tensor, length: Tensor, gained: Tensor) -> list[Gain]:
         """The one read of a round: what each row gained, cut where its text ends.
 
-        Returns:
-            Emitted ids and accepted paths, a list per row; both empty for rows that had ended before.
+        Args:
+            tree, path [B, D], length [B]: as `extend` took them; gained [B]: what it returned.
         Raises:
             FloatingPointError: the verifier met logits without a usable value (NaN or infinite).
         """
@@ -154,22 +163,21 @@ class Rows:
         index = self.length[:, None] + torch.arange(-width - 1, 0, device=self.ids.device)
         recent = self.ids.gather(1, index.clamp(min=0))
         numbers = torch.cat(
-            (torch.stack((self.length, gained, length, *self.cached.values()), dim=1), recent, path), dim=1
+            (torch.stack((self.length, gained, length, tree.count, *self.cached.values()), dim=1), recent, path), dim=1
         ).tolist()
-        caches = len(self.cached)
+        ids_at = 4 + len(self.cached)
+        path_at = ids_at + width + 1
         self.host = Host(
-            [row[0] for row in numbers], {name: [row[3 + i] for row in numbers] for i, name in enumerate(self.cached)}
+            [row[0] for row in numbers], {name: [row[4 + i] for row in numbers] for i, name in enumerate(self.cached)}
         )
-        emitted: list[list[int]] = []
-        paths: list[list[int]] = []
+        gains = []
         cut = False
         for row, line in enumerate(numbers):
             if self.finish_reasons[row] is not None:
-                emitted.append([])
-                paths.append([])
+                gains.append(Gain([], [], 0))
                 continue
-            ids = line[3 + caches : 4 + caches + width][width + 1 - line[1] :]
-            accepted = line[4 + caches + width :][: line[2]]
+            ids = line[path_at - line[1] : path_at]
+            accepted = line[path_at : path_at + line[2]]
             if ids[-1] < 0:
                 raise FloatingPointError(
                     f"row {row}, new token {len(self.new_tokens[row]) + len(ids)}: the verifier's logits behind "
@@ -186,11 +194,10 @@ class Rows:
                 for lengths in self.host.cached.values():
                     lengths[row] = min(lengths[row], self.host.length[row])
                 cut = True
-            emitted.append(ids[:kept])
-            paths.append(accepted)
+            gains.append(Gain(ids[:kept], accepted, line[3]))
         if cut:
             self._send()
-        return emitted, paths
+        return gains
 
     def _send(self) -> None:
         """Tells the device what the host cut."""

@@ -60,12 +60,14 @@ class Round:
     Attributes:
         tokens: ids that the round emitted (cut at the end of the text).
         path: accepted tree nodes, from depth 1 on, before that cut.
+        nodes: size of the verified tree, the root included.
         draft_forwards, verify_forwards: model calls of the round (one for all rows of a batch).
         split: seconds by phase (`PHASES`), of the whole batch.
     """
 
     tokens: list[int]
     path: list[int]
+    nodes: int
     draft_forwards: int
     verify_forwards: int
     split: dict[str, float]
@@ -75,14 +77,8 @@ class Round:
     @cached_property
     def tree(self) -> dict[str, list]:
         """`tokens`, `parents`, `depths`, `scores` (path log-probability) of the verified tree; node 0 is the root."""
-        size = int(self._tree.count[self._row])
         names = ("tokens", "parents", "depths", "scores")
-        return {name: getattr(self._tree, name)[self._row, :size].tolist() for name in names}
-
-    @property
-    def nodes(self) -> int:
-        """Columns of the verification, the root included."""
-        return self._tree.size
+        return {name: getattr(self._tree, name)[self._row, : self.nodes].tolist() for name in names}
 
 
 @dataclass
