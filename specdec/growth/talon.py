@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +23,9 @@ class Talon:
         top_k: K, children of the root.
         init_layers: how many layers from the root on take their top K instead of the gate; the paper uses 1.
         max_depth: optional cap on the depth; the paper has none.
+        min_probability: a candidate whose path probability is below this is dropped; the paper has no such floor (0).
+            Where verification is not free a node this unlikely costs more than it brings, and an unsure context ends
+            before the budget is spent. It shortens the tree and never changes the text.
     """
 
     budget: int = 60
@@ -29,6 +33,7 @@ class Talon:
     top_k: int = 10
     init_layers: int = 1
     max_depth: int | None = None
+    min_probability: float = 0.0
 
     def __post_init__(self) -> None:
         for name, least in (("budget", 2), ("top_k", 1), ("init_layers", 0)):
@@ -36,6 +41,8 @@ class Talon:
                 raise ValueError(f"talon: {name} is {getattr(self, name)}; expected at least {least}")
         if not 0 < self.mu <= 1:
             raise ValueError(f"talon: mu is {self.mu}; expected a number in (0, 1] (1 keeps only the best candidate)")
+        if not 0 <= self.min_probability < 1:
+            raise ValueError(f"talon: min_probability is {self.min_probability}; expected a number in [0, 1)")
         if self.max_depth is not None and self.max_depth < 1:
             raise ValueError(f"talon: max_depth is {self.max_depth}; expected at least 1, or None for no cap")
 
@@ -53,6 +60,8 @@ class Talon:
         else:
             gated = confidence_gate(logits, parent_scores, self.mu, left, width)
         at, token, score, count = gated
+        if self.min_probability:
+            count = torch.minimum(count, (score >= math.log(self.min_probability)).sum(-1))
         full = tree.count + count >= self.budget
         last = self.max_depth is not None and tree.depth + 1 >= self.max_depth
         everything = torch.arange(width, device=nodes.device).expand_as(token)

@@ -83,6 +83,8 @@ class LeanLlama:
         self.layers = [
             LeanLayer(layer, window) for layer, window in zip(base.layers, layer_windows(model.config), strict=True)
         ]
+        for parameter in base.parameters():  # what is left would keep the checkpoint's memory map, all of it, in memory
+            parameter.data = parameter.data.clone()
         self.dtype, self.device = self.embed_tokens.weight.dtype, self.embed_tokens.weight.device
 
     def run(self, ids: Tensor, step: Step, taps: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:

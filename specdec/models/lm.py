@@ -52,8 +52,9 @@ class CausalLM:
         self.calls = 0
         self.vocab_size: int = config.vocab_size
         self.context: int = config.max_position_embeddings
-        generation = getattr(model, "generation_config", None)
-        self.eos_token_ids = _as_ids(config.eos_token_id) | _as_ids(generation and generation.eos_token_id)
+        # as `transformers.generate` has it: the generation config decides, even where the model's config says otherwise
+        generation = getattr(model, "generation_config", None) or config
+        self.eos_token_ids = _as_ids(generation.eos_token_id)
         self.dtype, self.device = self.backbone.dtype, self.backbone.device
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
