@@ -45,7 +45,7 @@ setup(
         "safetensors>=0.8",
         "huggingface_hub>=1.24",
         "numpy>=2.0",
-        "typer>=0.20",
+        "typer>=0.26",
         "rich>=14.0",
         "triton>=3.6; platform_system == 'Linux'",  # torch's CPU builds bring none
     ],

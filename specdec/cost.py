@@ -169,6 +169,14 @@ def cached_curve(target: CausalLM, drafter: Drafter | None = None) -> CostCurve:
     return curve
 
 
+def planned(target: CausalLM, drafter: Drafter | None) -> tuple[CostCurve | None, Plan | None]:
+    """Curve and plan where verification is not free, that is, on a CPU; None where the papers' sizes hold."""
+    if drafter is None or target.device.type != "cpu":
+        return None, None
+    curve = cached_curve(target, drafter)
+    return curve, plan(curve, getattr(drafter, "rank_acceptance", None))
+
+
 def curve_path(target: CausalLM, drafter: Drafter | None) -> Path:
     """Where `cached_curve` keeps it."""
     key = json.dumps(identity(target, drafter), sort_keys=True)

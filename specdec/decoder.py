@@ -131,7 +131,7 @@ class Decoder:
 
         Args:
             prompt: as for `generate`, one prompt only.
-            max_new_tokens: budget, at least 0 (128).
+            max_new_tokens: budget, at least 1 (128).
             temperature, top_k, top_p: 0.0 is greedy; same law as Hugging Face's sampling.
             seed: the same seed gives the same text with every lossless method (0).
             stop: strings that end the text; the token that completes one is the last.
@@ -160,7 +160,7 @@ class Decoder:
         """Consumes `rounds` and fills the outputs."""
         begin = time.perf_counter()
         sampler = Sampler(temperature, top_k, top_p)
-        seeds = [seed] * len(prompts) if isinstance(seed, int) else list(seed)
+        seeds = list(seed) if isinstance(seed, (list, tuple)) else [seed] * len(prompts)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         check_request(prompts, max_new_tokens, seeds, stops, self.target, self.tokenizer)
         eos = self.eos_token_ids if eos_token_ids is None else frozenset(eos_token_ids)
@@ -168,14 +168,16 @@ class Decoder:
         rows = Rows(
             prompts, max_new_tokens, seeds, Stopping(eos, stops, decode), self.target.context, self.target.device
         )
-        for latest in self.rounds(rows, sampler) if max_new_tokens else ():
+        for latest in self.rounds(rows, sampler):
             for row, output in enumerate(outputs):
                 if output.finish_reason is None:
                     output.rounds.append(latest[row])
                     output.tokens += latest[row].tokens
                     output.finish_reason = rows.finish_reasons[row]
+            if rows.finished:
+                for output in outputs:
+                    output.text = (
+                        self.tokenizer.decode(output.tokens, skip_special_tokens=True) if self.tokenizer else ""
+                    )
+                    output.seconds = time.perf_counter() - begin
             yield latest
-        for output in outputs:
-            output.finish_reason = output.finish_reason or "length"
-            output.text = self.tokenizer.decode(output.tokens, skip_special_tokens=True) if self.tokenizer else ""
-            output.seconds = time.perf_counter() - begin

@@ -85,8 +85,7 @@ def load(
     make_growth(chosen, options, plan=None)  # a wrong option is refused before anything is loaded
     lm, tokenizer = load_target(target, device, dtype, tokenizer)
     drafter = load_draft(draft, lm, chosen, tokenizer) if chosen.drafts else None
-    curve = cost.cached_curve(lm, drafter) if drafter and lm.device.type == "cpu" else None
-    plan = cost.plan(curve, getattr(drafter, "rank_acceptance", None)) if curve else None
+    curve, plan = cost.planned(lm, drafter)
     decoder = Decoder(
         lm, drafter, make_growth(chosen, options, plan), tokenizer=tokenizer, method=chosen.name, exact=exact
     )

@@ -59,10 +59,13 @@ def check_request(
     Raises:
         ValueError: names what was given, what was expected, and what to do.
     """
-    if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 0:
-        raise ValueError(f"max_new_tokens is {max_new_tokens!r}; expected an integer >= 0")
-    if len(seeds) != len(prompts) or not all(isinstance(seed, int) for seed in seeds):
+    if not isinstance(max_new_tokens, int) or isinstance(max_new_tokens, bool) or max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens!r}; expected an integer >= 1")
+    if len(seeds) != len(prompts):
         raise ValueError(f"{len(seeds)} seeds for {len(prompts)} prompts; give one integer, or one for each prompt")
+    for seed in seeds:
+        if not isinstance(seed, int) or not -(2**63) <= seed < 2**63:
+            raise ValueError(f"the seed is {seed!r}; expected an integer of 64 bits")
     if not all(isinstance(stop, str) and stop for stop in stops):
         raise ValueError(f"stop is {list(stops)!r}; expected non-empty strings")
     if stops and tokenizer is None:

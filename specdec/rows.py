@@ -105,6 +105,11 @@ class Rows:
         return self.ids.gather(1, self.length[:, None] - 1)[:, 0]
 
     @property
+    def root_entries(self) -> Tensor:
+        """[B] position of each row's root, its last id; of a row that has ended, one that its context still has."""
+        return torch.minimum(self.length, self._limit - 1) - 1
+
+    @property
     def room(self) -> Tensor:
         """[B] the deepest level that a row's tree can still use; 0 for a row that has ended."""
         return torch.where(self.active, self._limit - self.length - 1, 0)
