@@ -107,7 +107,7 @@ def gumbel(seeds: Tensor, stream: int, positions: Tensor, vocab: int) -> Tensor:
         positions: [B, M] int64, absolute token positions.
         vocab: V.
     Returns:
-        [B, M, V] fp32, at most 22.2.
+        [B, M, V] fp32, from -2.9 to 22.9.
     """
     blocks = torch.arange((vocab + 3) // 4, device=positions.device)
     words = philox(seeds[:, None, None], (positions[..., None], stream, blocks)).flatten(-2)[..., :vocab]

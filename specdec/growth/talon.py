@@ -25,7 +25,8 @@ class Talon:
         max_depth: optional cap on the depth; the paper has none.
         min_probability: a candidate whose path probability is below this is dropped; the paper has no such floor (0).
             Where verification is not free a node this unlikely costs more than it brings, and an unsure context ends
-            before the budget is spent. It shortens the tree and never changes the text.
+            before the budget is spent. The root's best child is kept in any case: its draft forward is paid for. It
+            shortens the tree and never changes the text.
     """
 
     budget: int = 60
@@ -61,7 +62,8 @@ class Talon:
             gated = confidence_gate(logits, parent_scores, self.mu, left, width)
         at, token, score, count = gated
         if self.min_probability:
-            count = torch.minimum(count, (score >= math.log(self.min_probability)).sum(-1))
+            likely = (score >= math.log(self.min_probability)).sum(-1)
+            count = torch.minimum(count, likely.clamp(min=1 if tree.depth == 0 else 0))
         full = tree.count + count >= self.budget
         last = self.max_depth is not None and tree.depth + 1 >= self.max_depth
         everything = torch.arange(width, device=nodes.device).expand_as(token)

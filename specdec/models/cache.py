@@ -28,6 +28,8 @@ class KVCache:
             self.data = self._buffer = self._buffer.new_empty(0)  # freed before its successor is made
             self._buffer = self._buffer.new_zeros(grown)
         self.data = self._buffer[:, :rows]
+        if rows > 1:  # short rows are computed over the entries of the longest; masked, but 0 x NaN is NaN
+            self.data.zero_()
 
     @property
     def scrap(self) -> int:

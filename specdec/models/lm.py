@@ -86,7 +86,7 @@ class CausalLM:
         self.calls += 1
         pending = rows.pending(self.name)
         last = max(rows.host.length) - 1
-        step = Step(self.cache, rows.cached[self.name], rows.length - 1, pending, last, tree)
+        step = Step(self.cache, rows.cached[self.name], rows.root_entries, pending, last, tree)
         ids = rows.window(pending)
         if tree is not None:
             ids = torch.cat((ids, tree.tokens), dim=1)
