@@ -60,14 +60,23 @@ class CostCurve:
 
 @dataclass(frozen=True)
 class Plan:
-    """Tree sizes for one machine: `budget` nodes with the root, `top_k` children of the root, `depth` levels; `chain`
-    is the best length of a chain. `speedup` is what the model expects of the tree over plain decoding."""
+    """Tree sizes for one machine.
+
+    Attributes:
+        budget, top_k, depth: nodes with the root, children of the root and levels of the best static tree.
+        chain: the best length of a chain.
+        speedup: what the model expects of that tree over plain decoding.
+        min_probability: verifying one more node takes as long as producing so many tokens; a less likely one loses.
+        min_mass: the same for a draft forward and the node that it leads to: how likely its layer has to be in all.
+    """
 
     budget: int
     top_k: int
     depth: int
     chain: int
     speedup: float
+    min_probability: float
+    min_mass: float
 
 
 def plan(curve: CostCurve, rank_acceptance: Sequence[float] | None = None, largest: int = 60) -> Plan:
@@ -77,19 +86,27 @@ def plan(curve: CostCurve, rank_acceptance: Sequence[float] | None = None, large
     is the product of the rates along its path, so the set is closed under parents: Sequoia's objective).
     """
     rates = rank_acceptance or RANK_ACCEPTANCE
-    best = Plan(2, 1, 1, 1, 0.0)
     tau, top_k, depth = 1.0, 0, 0
+    found = []
     for nodes, (chance, level) in enumerate(_positions(rates, largest - 1), start=2):
         tau, top_k, depth = tau + chance, top_k + (level == 1), max(depth, level)
-        speedup = tau * curve.at(1) / (curve.at(nodes) + depth * curve.draft)
-        if speedup > best.speedup:
-            best = Plan(nodes, top_k, depth, 1, speedup)
-    rate = rates[0]
+        found.append((tau * curve.at(1) / (curve.at(nodes) + depth * curve.draft), nodes, top_k, depth))
+    speedup, budget, top_k, depth = max(found, key=lambda tree: tree[0])
 
     def of_chain(length: int) -> float:
-        return sum(rate**i for i in range(length + 1)) / (curve.at(length + 1) + length * curve.draft)
+        return sum(rates[0] ** i for i in range(length + 1)) / (curve.at(length + 1) + length * curve.draft)
 
-    return Plan(best.budget, best.top_k, best.depth, max(range(1, 17), key=of_chain), best.speedup)
+    token = curve.at(1) / max(speedup, 1.0)
+    node = (curve.at(2 * budget) - curve.at(1)) / (2 * budget - 1)
+    return Plan(
+        budget,
+        top_k,
+        depth,
+        max(range(1, 17), key=of_chain),
+        speedup,
+        min(node / token, 0.9),
+        min((curve.draft + node) / (rates[0] * token), 0.9),
+    )
 
 
 def _positions(rates: Sequence[float], count: int) -> list[tuple[float, int]]:

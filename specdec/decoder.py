@@ -160,7 +160,7 @@ class Decoder:
         """Consumes `rounds` and fills the outputs."""
         begin = time.perf_counter()
         sampler = Sampler(temperature, top_k, top_p)
-        seeds = list(seed) if isinstance(seed, (list, tuple)) else [seed] * len(prompts)
+        seeds = list(seed) if isinstance(seed, Sequence) else [seed] * len(prompts)
         stops = (stop,) if isinstance(stop, str) else tuple(stop)
         check_request(prompts, max_new_tokens, seeds, stops, self.target, self.tokenizer)
         eos = self.eos_token_ids if eos_token_ids is None else frozenset(eos_token_ids)

@@ -71,7 +71,13 @@ METHODS: dict[str, Method] = {
             lossless=True,
             drafts=("eagle3", "lm"),
             growth=Talon,
-            planned=lambda plan: {"budget": plan.budget, "top_k": plan.top_k},
+            # the floors end a tree where it stops paying, so the budget only caps the sure contexts
+            planned=lambda plan: {
+                "budget": 4 * plan.budget,
+                "top_k": plan.top_k + 1,
+                "min_probability": round(plan.min_probability, 3),
+                "min_mass": round(plan.min_mass, 3),
+            },
         ),
     )
 }

@@ -27,6 +27,8 @@ class Talon:
             Where verification is not free a node this unlikely costs more than it brings, and an unsure context ends
             before the budget is spent. The root's best child is kept in any case: its draft forward is paid for. It
             shortens the tree and never changes the text.
+        min_mass: a layer whose path probabilities sum to less than this is not expanded: the chance that its draft
+            forward matters is too small to pay for it. The paper has none (0); like the floor it only shortens.
     """
 
     budget: int = 60
@@ -35,6 +37,7 @@ class Talon:
     init_layers: int = 1
     max_depth: int | None = None
     min_probability: float = 0.0
+    min_mass: float = 0.0
 
     def __post_init__(self) -> None:
         for name, least in (("budget", 2), ("top_k", 1), ("init_layers", 0)):
@@ -42,8 +45,9 @@ class Talon:
                 raise ValueError(f"talon: {name} is {getattr(self, name)}; expected at least {least}")
         if not 0 < self.mu <= 1:
             raise ValueError(f"talon: mu is {self.mu}; expected a number in (0, 1] (1 keeps only the best candidate)")
-        if not 0 <= self.min_probability < 1:
-            raise ValueError(f"talon: min_probability is {self.min_probability}; expected a number in [0, 1)")
+        for name in ("min_probability", "min_mass"):
+            if not 0 <= getattr(self, name) < 1:
+                raise ValueError(f"talon: {name} is {getattr(self, name)}; expected a number in [0, 1)")
         if self.max_depth is not None and self.max_depth < 1:
             raise ValueError(f"talon: max_depth is {self.max_depth}; expected at least 1, or None for no cap")
 
@@ -64,10 +68,12 @@ class Talon:
         if self.min_probability:
             likely = (score >= math.log(self.min_probability)).sum(-1)
             count = torch.minimum(count, likely.clamp(min=1 if tree.depth == 0 else 0))
+        everything = torch.arange(width, device=nodes.device).expand_as(token)
+        mass = torch.where(everything < count[:, None], score.exp(), 0.0).sum(-1)
         full = tree.count + count >= self.budget
         last = self.max_depth is not None and tree.depth + 1 >= self.max_depth
-        everything = torch.arange(width, device=nodes.device).expand_as(token)
-        return Layer(nodes.gather(1, at), token, score, count, everything, count * ~(full | last))
+        more = ~(full | last) & (mass >= self.min_mass)
+        return Layer(nodes.gather(1, at), token, score, count, everything, count * more)
 
     def finish(self, tree: DraftTree) -> DraftTree:
         return tree

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
@@ -50,6 +52,7 @@ class CausalLM:
         self.embed_tokens: nn.Embedding = model.get_input_embeddings()
         self.taps: tuple[int, ...] = ()
         self.calls = 0
+        self._rows: Callable[[], Rows | None] = lambda: None  # whose entries the cache holds
         self.vocab_size: int = config.vocab_size
         self.context: int = config.max_position_embeddings
         # as `transformers.generate` has it: the generation config decides, even where the model's config says otherwise
@@ -72,6 +75,7 @@ class CausalLM:
         """Empties the cache for new rows and makes room for `capacity` entries a row."""
         rows.start_cache(self.name)
         self.cache.start(len(rows), capacity)
+        self._rows = weakref.ref(rows)
 
     @torch.inference_mode()
     def forward(self, rows: Rows, tree: Placement | None = None) -> tuple[Tensor, Span | None]:
@@ -82,7 +86,14 @@ class CausalLM:
         Returns:
             Logits [B, M, V] behind the last pending id (column 0, if anything was pending) and behind each node, and
             the features of every column (None without taps).
+        Raises:
+            RuntimeError: the cache has been given to other rows meanwhile.
         """
+        if self._rows() is not rows:
+            raise RuntimeError(
+                f"another generation was started on this model ({self.name}) while this one was running; "
+                "finish a stream before the next one starts, or give each a model of its own"
+            )
         self.calls += 1
         pending = rows.pending(self.name)
         last = max(rows.host.length) - 1
