@@ -180,7 +180,7 @@ def _about_cost(lm: CausalLM, drafter: Drafter | None, remeasure: bool) -> tuple
         return {**told, "why": "without a draft there is nothing to plan"}, None
     plan = cost.plan(curve, getattr(drafter, "rank_acceptance", None))
     why = (
-        f"a draft forward takes {told['draft_ms']:.1f} ms; the static tree that promises the most tokens per second has "
+        f"a draft forward takes {told['draft_ms']:.1f} ms; the static tree that promises most tokens per second has "
         f"{plan.budget} nodes with the root, {plan.top_k} below it, {plan.depth} levels ({plan.speedup:.2f}× plain "
         f"decoding); the best chain has {plan.chain}. In talon's trees a node pays from a path probability of "
         f"{plan.min_probability:.2f} on, a further draft forward from {plan.min_mass:.2f} in all. "
