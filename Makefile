@@ -1,4 +1,4 @@
-# Needs make, a POSIX shell, Python >= 3.10 and a C++ compiler. Everything else goes into $(VENV).
+# Needs make, a POSIX shell and Python >= 3.10. Everything else goes into $(VENV).
 #
 #   make demo                         the main job on a real model that comes with the package
 #   make test                         the tests that CI runs (test-slow, test-gpu, test-oldest: the others)
@@ -32,7 +32,7 @@ chosen := $(filter command environment,$(firstword $(origin TORCH)) $(firstword 
 MAKEFLAGS += --no-print-directory
 .SUFFIXES:
 .DELETE_ON_ERROR:
-.PHONY: demo test test-slow test-gpu test-oldest run-oldest exactness bench lint format clean FORCE
+.PHONY: demo test test-slow test-gpu test-oldest run-oldest exactness figures bench lint format clean FORCE
 
 demo: $(VENV)/.demo
 	@$(DEMO)
@@ -55,6 +55,10 @@ run-oldest: $(VENV)/.dev
 
 exactness: $(VENV)/.dev
 	@$(EXACTNESS)
+
+# The figures that README and docs show, from the files under bench/results/.
+figures: $(VENV)/.dev
+	@$(PY) bench/figures.py
 
 bench: $(VENV)/.dev
 	@$(PYTEST) bench --benchmark-only $(PYTEST_ARGS)

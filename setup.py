@@ -34,7 +34,7 @@ setup(
         *find_packages("kernels", include=["specdec_kernels", "specdec_kernels.*"]),
     ],
     package_dir={"specdec_kernels": "kernels/specdec_kernels"},
-    package_data={"specdec": ["data/**", "py.typed"], "specdec_kernels": ["native/**", "py.typed"]},
+    package_data={"specdec": ["data/**", "py.typed"], "specdec_kernels": ["py.typed"]},
     entry_points={"console_scripts": ["specdec = specdec.cli:app"]},
     python_requires=">=3.10",
     # No upper caps: they only break other people's environments; `specdec doctor` warns past the tested versions.

@@ -10,10 +10,12 @@ from __future__ import annotations
 import hashlib
 import heapq
 import json
+import math
 import os
 import platform
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -23,6 +25,7 @@ import torch
 
 from specdec.checkpoints.smollm2 import cache_root
 from specdec.drafters.eagle3 import Eagle3Drafter
+from specdec.drafters.lm import LMDrafter
 from specdec.models.lm import CausalLM
 from specdec.protocols import Drafter, Verdict
 from specdec.rows import Rows
@@ -38,7 +41,7 @@ _REPEATS = 5
 
 @dataclass(frozen=True)
 class CostCurve:
-    """Measured times on this machine, behind a prefix of 200 tokens.
+    """Measured times on this machine, behind a prefix of 200 tokens (fewer where the context is shorter).
 
     Attributes:
         verify: nodes -> seconds of one target forward over that many tokens.
@@ -123,14 +126,20 @@ def _positions(rates: Sequence[float], count: int) -> list[tuple[float, int]]:
 
 
 def measure(target: CausalLM, drafter: Drafter | None = None, sizes: Sequence[int] = SIZES) -> CostCurve:
-    """Times the target at each size, and a draft forward: the fastest of several runs, least spoiled by other work."""
-    rows = Rows([[i % target.vocab_size for i in range(_CACHED_TOKENS)]], 2 * max(sizes), [0], device=target.device)
+    """Times the target at each size, and a draft forward: the fastest of several runs, least spoiled by other work.
+
+    Prefix and tree stay within the contexts of target and draft: sizes that would not are left out.
+    """
+    context = _context(target, drafter)
+    sizes = [nodes for nodes in sizes if nodes <= max(1, context // 2)]
+    prefix = max(2, min(_CACHED_TOKENS, context - max(sizes)))
+    rows = Rows([[i % target.vocab_size for i in range(prefix)]], 2 * max(sizes), [0], device=target.device)
     capacity = rows.limit[0] + max(sizes)
     target.start(rows, capacity)
     taps, target.taps = target.taps, drafter.taps if drafter else ()
     try:
         _, span = target.forward(rows)
-        rows.cached[target.name], rows.host.cached[target.name] = rows.length - 1, [_CACHED_TOKENS - 1]
+        rows.cached[target.name], rows.host.cached[target.name] = rows.length - 1, [prefix - 1]
         trees = {nodes: _chain_tree(rows, nodes).whole() if nodes > 1 else None for nodes in sizes}
         verify = _fastest({nodes: partial(target.forward, rows, tree) for nodes, tree in trees.items()}, target)
     finally:
@@ -171,18 +180,28 @@ def _fastest(runs: Mapping[int, Callable[[], Any]], target: CausalLM) -> dict[in
 
 
 def cached_curve(target: CausalLM, drafter: Drafter | None = None) -> CostCurve:
-    """The curve of this model on this machine: measured once, then read from the user's cache directory."""
+    """The curve of this model on this machine: measured once, then read from the user's cache directory.
+
+    A file that holds no such curve is measured anew, and a directory that takes no file costs the measurement alone.
+    """
     path = curve_path(target, drafter)
-    try:
-        stored = json.loads(path.read_text())
-        return CostCurve({int(n): seconds for n, seconds in stored["verify"].items()}, stored["draft"])
-    except (OSError, ValueError, KeyError):
-        pass  # never measured, or a file that is not ours: measure
+    with suppress(OSError, ValueError, ArithmeticError, LookupError, TypeError, AttributeError):  # none, or not ours
+        return _parsed(json.loads(path.read_text()), drafter is not None)
     curve = measure(target, drafter)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    scratch = path.with_suffix(f".{os.getpid()}.tmp")
-    scratch.write_text(json.dumps({**asdict(curve), "identity": identity(target, drafter)}, indent=1))
-    scratch.replace(path)
+    with suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        scratch = path.with_suffix(f".{os.getpid()}.tmp")
+        scratch.write_text(json.dumps({**asdict(curve), "identity": identity(target, drafter)}, indent=1))
+        scratch.replace(path)
+    return curve
+
+
+def _parsed(stored: Any, drafted: bool) -> CostCurve:
+    """The curve in a file's JSON; raises whatever it meets, ValueError for numbers that are no times."""
+    curve = CostCurve({int(n): float(t) for n, t in stored["verify"].items()}, float(stored["draft"]))
+    times = [curve.verify[1], *curve.verify.values(), *([curve.draft] if drafted else [])]
+    if min(curve.verify) < 1 or not all(0 < seconds < math.inf for seconds in times):
+        raise ValueError(f"{curve} holds a size or a time that cannot be; expected positive ones")
     return curve
 
 
@@ -201,19 +220,36 @@ def curve_path(target: CausalLM, drafter: Drafter | None) -> Path:
 
 
 def identity(target: CausalLM, drafter: Drafter | None) -> dict[str, Any]:
-    """What a curve depends on: model shape, forward path, machine, threads, torch."""
-    config = target.config
-    names = ("model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size")
+    """What a curve depends on: shapes of model and draft, forward path, machine, threads, torch."""
     return {
-        "model": {name: getattr(config, name, None) for name in names},
-        "path": type(target.backbone).__name__,
+        "model": _shape(target),
+        "context": _context(target, drafter),
         "draft": type(drafter).__name__ if drafter else None,
-        "draft_size": drafter.head.config.hidden_size if isinstance(drafter, Eagle3Drafter) else None,
-        "dtype": str(target.dtype),
+        "draft_shape": _draft_shape(drafter),
         "device": torch.cuda.get_device_name() if target.device.type == "cuda" else processor(),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
     }
+
+
+def _shape(model: CausalLM) -> dict[str, Any]:
+    names = ["model_type", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads"]
+    names += ["num_key_value_heads", "head_dim", "vocab_size"]
+    shape = {name: getattr(model.config, name, None) for name in names}
+    return {**shape, "path": type(model.backbone).__name__, "dtype": str(model.dtype)}
+
+
+def _draft_shape(drafter: Drafter | None) -> dict[str, Any] | None:
+    if isinstance(drafter, LMDrafter):
+        return _shape(drafter.model)
+    if isinstance(drafter, Eagle3Drafter):
+        return {**asdict(drafter.head.config), "dtype": str(drafter.dtype)}
+    return {"vocab_size": drafter.vocab_size} if drafter else None
+
+
+def _context(target: CausalLM, drafter: Drafter | None) -> int:
+    """Positions that both have; a head computes any position like every other."""
+    return min(target.context, drafter.model.context) if isinstance(drafter, LMDrafter) else target.context
 
 
 def processor() -> str:

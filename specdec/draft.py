@@ -29,8 +29,9 @@ def draft(
         with watch("draft"):
             logits = drafter.expand(rows, tree, nodes)
         with watch("build"):
-            layer = _with_room(growth.grow(tree, nodes, logits, rows.noise), rows, tree.depth)
-            nodes = tree.append(fit(layer), drafter.target_ids)
+            layer = fit(_with_room(growth.grow(tree, nodes, logits, rows.noise), rows, tree.depth))
+            _check_capacity(tree, layer, growth)
+            nodes = tree.append(layer, drafter.target_ids)
         forwards += 1
     with watch("build"):
         return growth.finish(tree), forwards
@@ -42,6 +43,15 @@ def _with_room(layer: Layer, rows: Rows, depth: int) -> Layer:
         return layer
     room = rows.room > depth
     return replace(layer, count=layer.count * room, expand_count=layer.expand_count * room)
+
+
+def _check_capacity(tree: DraftTree, layer: Layer, growth: Growth) -> None:
+    """Of one row, whose columns all exist; rows of a batch have different widths, which the host does not read."""
+    if len(layer.count) == 1 and tree.size + layer.token.shape[1] > tree.capacity:
+        raise ValueError(
+            f"{type(growth).__name__} grew a tree of {tree.size + layer.token.shape[1]} nodes, the root included, but "
+            f"its capacity is {tree.capacity}; raise the capacity, or grow fewer"
+        )
 
 
 def narrow(layer: Layer) -> Layer:

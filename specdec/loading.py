@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.resources import files
@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError
+from huggingface_hub.errors import HfHubHTTPError, StrictDataclassError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec import cost
-from specdec.checkpoints.eagle3 import load_eagle3
+from specdec.checkpoints.eagle3 import DAMAGE, is_head, load_eagle3, parse_config
 from specdec.checkpoints.smollm2 import smollm2_folder
 from specdec.decoder import Decoder
 from specdec.drafters.eagle3 import Eagle3Drafter
@@ -82,6 +82,8 @@ def load(
             f"method {chosen.name!r} needs {chosen.needs}; give draft=<folder, Hub id or model>, or a target that is a "
             f"preset and brings one: {', '.join(PRESETS)}"
         )
+    if chosen.drafts:
+        _check_source(draft, "draft", (PreTrainedModel, Drafter))
     make_growth(chosen, options, plan=None)  # a wrong option is refused before anything is loaded
     lm, tokenizer = load_target(target, device, dtype, tokenizer)
     drafter = load_draft(draft, lm, chosen, tokenizer) if chosen.drafts else None
@@ -111,8 +113,15 @@ def load_target(
         if device is not None or dtype is not None:
             raise ValueError("device and dtype belong to models that are loaded; the target is a model object already")
         return CausalLM(target.eval()), tokenizer
-    model = _load_lm(target, device, dtype, "target")
-    tokenizer = tokenizer or _load_tokenizer(target)
+    _check_source(target, "target", (PreTrainedModel,))
+    folder = _folder(target, "target")
+    if is_head(folder):
+        raise ValueError(
+            f"the target {str(target)!r} is an EAGLE head, which only drafts; give it as the draft, and the language "
+            "model that it was trained for as the target"
+        )
+    model = _load_lm(folder, device, dtype, "target")
+    tokenizer = tokenizer or _load_tokenizer(folder, "pass tokenizer=...")
     return CausalLM(model, lean=model.device.type == "cpu" and llama.supports(model) is None), tokenizer
 
 
@@ -128,14 +137,15 @@ def load_draft(
     """
     if isinstance(draft, PreTrainedModel):
         return _lm_drafter(CausalLM(draft.eval(), "draft"), target, chosen)
+    _check_source(draft, "draft", (PreTrainedModel, Drafter))
     if not isinstance(draft, (str, Path)):
         return draft
     folder = _folder(draft, "draft")
     config = _read_config(folder)
-    if "draft_vocab_size" not in config:
+    if not is_head(folder):
         model = _load_lm(folder, target.device, target.dtype, "draft")
         if tokenizer is not None:
-            _check_tokenizers(tokenizer, _load_tokenizer(folder))
+            _check_tokenizers(tokenizer, _load_tokenizer(folder, _ONLY_COMPARED))
         lean = model.device.type == "cpu" and llama.supports(model) is None
         return _lm_drafter(CausalLM(model, "draft", lean), target, chosen)
     if "eagle3" not in chosen.drafts:
@@ -150,24 +160,48 @@ def load_draft(
     ).to(target.device)
     if target.device.type == "cpu" and target.dtype == torch.float32:
         pack_linears(head)
-    taps = feature_taps(config, target.config.num_hidden_layers, head.config.num_features)
-    rates = config.get("specdec", {}).get("rank_acceptance")
-    return Eagle3Drafter(head, taps, tuple(rates) if rates else None)
+    taps = feature_taps(config, target.config.num_hidden_layers, head.config.num_features, folder)
+    return Eagle3Drafter(head, taps, _rank_acceptance(config, folder))
 
 
-def feature_taps(config: dict[str, Any], layers: int, count: int) -> tuple[int, ...]:
+def feature_taps(config: dict[str, Any], layers: int, count: int, folder: str | Path = "") -> tuple[int, ...]:
     """The layers whose inputs a head reads: those its config names under specdec.taps, else EAGLE-3's rule.
 
     Raises:
         ValueError: ids that the target does not have, or not as many as the head's fc reads.
     """
-    taps = tuple(config.get("specdec", {}).get("taps") or default_taps(layers))
+    given = _own_list(config, "taps", folder)
+    taps = default_taps(layers) if given is None else tuple(given)
+    if not all(type(tap) is int for tap in taps):
+        raise ValueError(f"specdec.taps in {Path(folder, 'config.json')} is {given!r}; expected a list of layer ids")
     if len(taps) != count or not all(0 <= tap <= layers for tap in taps):
         raise ValueError(
             f"the head reads {count} features, its taps are {taps}, and the target has {layers} layers; "
-            f"expected {count} ids from 0 to {layers}"
+            f"expected {count} ids from 0 to {layers} as specdec.taps in {Path(folder, 'config.json')}"
         )
     return taps
+
+
+def _rank_acceptance(config: dict[str, Any], folder: Path) -> tuple[float, ...] | None:
+    rates = _own_list(config, "rank_acceptance", folder)
+    if not rates:
+        return None
+    if not all(type(rate) in (int, float) and math.isfinite(rate) and 0 <= rate <= 1 for rate in rates):
+        raise ValueError(
+            f"specdec.rank_acceptance in {folder / 'config.json'} is {rates!r}; expected a list of chances from 0 to 1"
+        )
+    return tuple(rates)
+
+
+def _own_list(config: dict[str, Any], name: str, folder: str | Path) -> list[Any] | None:
+    """A list of what a head's config.json says under `specdec`; None if it says nothing."""
+    path, own = Path(folder, "config.json"), config.get("specdec", {})
+    if not isinstance(own, dict):
+        raise ValueError(f"specdec in {path} is {own!r}; expected an object, or no such field")
+    value = own.get(name)
+    if value is not None and not isinstance(value, list):
+        raise ValueError(f"specdec.{name} in {path} is {value!r}; expected a list, or no such field")
+    return value
 
 
 def _lm_drafter(model: CausalLM, target: CausalLM, chosen: Method) -> LMDrafter:
@@ -202,45 +236,96 @@ def _load_lm(
     device = _device(device)
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else "auto"
-    elif isinstance(dtype, str):
+    else:
         dtype = _dtype(dtype)
     try:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
-    except (OSError, ValueError, KeyError) as error:
+        # sizes that differ are told with the other differences, by name
+        model, info = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True
+        )
+    except (OSError, StrictDataclassError, *DAMAGE) as error:
+        told = str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
         raise ValueError(
-            f"the {role} {str(source)!r} could not be loaded as a causal language model: {error}"
+            f"the {role} {str(source)!r} could not be loaded as a causal language model: {told}; if its files are "
+            "damaged or incomplete, download or copy them again"
         ) from error
+    _check_tensors(info, source, role)
     return model.to(device).eval()
+
+
+def _check_tensors(info: dict[str, Any], source: str | Path, role: str) -> None:
+    """transformers leaves missing tensors random and only logs it; tied ones and those it ignores are not listed."""
+    complaints = []
+    if missing := sorted(info["missing_keys"]):
+        complaints.append(f"lacks {_some(missing)}")
+    if sizes := sorted(info["mismatched_keys"]):
+        shapes = [f"{name} ({tuple(found)}, expected {tuple(wanted)})" for name, found, wanted in sizes]
+        complaints.append(f"has the wrong shape for {_some(shapes)}")
+    if unexpected := sorted(info["unexpected_keys"]):
+        complaints.append(f"has {_some(unexpected)}, unknown to its architecture")
+    if complaints:
+        raise ValueError(
+            f"the {role} {str(source)!r} {' and '.join(complaints)}; it would write nonsense, so it is refused: "
+            "compare its weights with its config.json, or download it again"
+        )
+
+
+def _some(names: list[str], most: int = 6) -> str:
+    more = f" and {len(names) - most} more" if len(names) > most else ""
+    return ", ".join(names[:most]) + more
 
 
 def _device(given: str | torch.device | None) -> torch.device:
     try:
-        device = torch.device(given or ("cuda" if torch.cuda.is_available() else "cpu"))
-    except RuntimeError:
+        device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if given is None else given)
+    except (RuntimeError, TypeError):
         raise ValueError(f"device is {given!r}; expected 'cpu', 'cuda' or 'cuda:<number>'") from None
     if device.type == "cuda" and not torch.cuda.is_available():
         raise ValueError(f"device is {str(given)!r}, but this torch sees no CUDA device; use 'cpu'")
+    if device.type == "meta":
+        raise ValueError("device is 'meta', which computes nothing; use 'cpu' or 'cuda'")
+    try:
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError, ImportError) as error:  # NotImplementedError is a RuntimeError
+        raise ValueError(f"device is {str(given)!r}, which this torch cannot use; use 'cpu' or 'cuda'") from error
     return device
 
 
-def _dtype(name: str) -> torch.dtype | str:
+def _dtype(name: str | torch.dtype) -> torch.dtype | str:
     if name == "auto":
         return name
-    dtype = getattr(torch, name, None)
+    dtype = getattr(torch, name, None) if isinstance(name, str) else name
     if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
         raise ValueError(f"dtype is {name!r}; expected 'auto', 'float32', 'bfloat16' or 'float16'")
     return dtype
 
 
-def _load_tokenizer(source: str | Path) -> PreTrainedTokenizerBase:
+_ONLY_COMPARED = (
+    "a draft's tokenizer is only compared with the target's: add its files, or pass the draft as a model object to "
+    "skip this check"
+)
+
+
+def _load_tokenizer(folder: Path, remedy: str) -> PreTrainedTokenizerBase:
     try:
-        return AutoTokenizer.from_pretrained(_folder(source, "tokenizer"))
-    except (OSError, ValueError, KeyError) as error:
-        raise ValueError(f"no tokenizer in {str(source)!r}: {error}; pass tokenizer=...") from error
+        return AutoTokenizer.from_pretrained(folder)
+    except ImportError:
+        raise
+    except Exception as error:  # a damaged tokenizer.json is a bare Exception of the tokenizers package
+        raise ValueError(f"no tokenizer in {str(folder)!r}: {error}; {remedy}") from error
+
+
+def _check_source(given: object, role: str, kinds: tuple[type, ...]) -> None:
+    if isinstance(given, (str, Path, *kinds)) and not isinstance(given, type):
+        return
+    expected = " or ".join(["a folder, a Hub id", *(kind.__name__ for kind in kinds)])
+    raise ValueError(f"the {role} is {given!r:.80}, a {type(given).__name__}; expected {expected}")
 
 
 def _folder(source: str | Path, role: str) -> Path:
     """A local folder as it is; anything else is asked of the Hub."""
+    if not str(source).strip():
+        raise ValueError(f"the {role} is {str(source)!r}; expected a folder or a Hub id (owner/name)")
     path = Path(source).expanduser()
     if path.is_dir():
         return path
@@ -258,8 +343,6 @@ def _folder(source: str | Path, role: str) -> Path:
 
 def _read_config(folder: Path) -> dict[str, Any]:
     try:
-        return json.loads((folder / "config.json").read_text())
+        return parse_config(folder / "config.json")
     except FileNotFoundError:
         raise ValueError(f"{folder} has no config.json; expected an EAGLE-3 head or a causal language model") from None
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{folder / 'config.json'} is not JSON: {error}") from error

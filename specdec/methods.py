@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, get_type_hints
 
 from specdec.cost import Plan
 from specdec.growth.chain import Chain
@@ -74,7 +74,7 @@ METHODS: dict[str, Method] = {
             # the floors end a tree where it stops paying, so the budget only caps the sure contexts
             planned=lambda plan: {
                 "budget": 4 * plan.budget,
-                "top_k": plan.top_k + 1,
+                "top_k": plan.top_k + 2,
                 "min_probability": round(plan.min_probability, 3),
                 "min_mass": round(plan.min_mass, 3),
             },
@@ -98,7 +98,7 @@ def make_growth(chosen: Method, options: dict[str, Any], plan: Plan | None) -> G
     """The method's growth policy: explicit options first, then those planned for this machine, then the paper's.
 
     Raises:
-        ValueError: an option that the method does not have, or a value out of range.
+        ValueError: an option that the method does not have, a value of the wrong type or out of range.
     """
     unknown = sorted(set(options) - set(chosen.options))
     if unknown:
@@ -106,5 +106,16 @@ def make_growth(chosen: Method, options: dict[str, Any], plan: Plan | None) -> G
         raise ValueError(f"method {chosen.name!r} has no option {', '.join(map(repr, unknown))}; its options: {known}")
     if chosen.growth is None:
         return None
+    _check_types(chosen, options)
     planned = chosen.planned(plan) if plan else {}
     return chosen.growth(**{**planned, **options})
+
+
+def _check_types(chosen: Method, options: dict[str, Any]) -> None:
+    """An int is a number too where a float is wanted; a bool never is."""
+    wanted = get_type_hints(chosen.growth)
+    for name, value in options.items():
+        kind = wanted[name]
+        fits = isinstance(value, int | float if kind is float else kind)
+        if not fits or (isinstance(value, bool) and kind is not bool):
+            raise ValueError(f"{chosen.name}: {name} is {value!r}; expected {getattr(kind, '__name__', kind)}")

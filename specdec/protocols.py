@@ -48,7 +48,10 @@ class Drafter(Protocol):
     vocab_size: int
 
     def start(self, rows: Rows, capacity: int) -> None:
-        """Empties its cache for new rows and makes room for `capacity` entries a row."""
+        """Empties its cache for new rows and makes room for `capacity` entries a row.
+
+        If it counts the entries in `rows`, then under a name that no other model of the generation has.
+        """
 
     def observe(self, rows: Rows, span: Span | None, tree: DraftTree, verdict: Verdict) -> None:
         """Learns what was committed: drops what it guessed, queues the pairs (feature_i, id_{i+1})."""

@@ -12,6 +12,8 @@ from torch import Tensor
 from specdec.sampling import Noise
 from specdec.tree import DraftTree
 
+_SLACK = 16  # characters at the start of a decoded end that may differ from those of the whole text
+
 
 @dataclass(frozen=True)
 class Stopping:
@@ -32,11 +34,24 @@ class Stopping:
         for kept in range(1, len(emitted) + 1):
             if emitted[kept - 1] in self.eos:
                 return kept, "eos"
-            if self.strings:
-                text = self.decode(before + emitted[:kept])  # type: ignore[misc]
-                if any(string in text for string in self.strings):
-                    return kept, "stop"
+            if self.strings and self._completed(before + emitted[:kept]):
+                return kept, "stop"
         return len(emitted), None
+
+    def _completed(self, ids: list[int]) -> bool:
+        """Whether the last id completes a string: its end is decoded, and the whole text only where that may mislead.
+
+        It may where the end is short, or has half a character, which can change characters far before it.
+        """
+        assert self.decode is not None
+        reach = max(map(len, self.strings)) + _SLACK
+        if len(ids) > 2 * reach:
+            text, before = self.decode(ids[-2 * reach :]), self.decode(ids[-2 * reach : -1])
+            clear = len(before) >= reach and "\N{REPLACEMENT CHARACTER}" not in text + before
+            if clear and not any(string in text for string in self.strings):
+                return False
+        text = self.decode(ids)
+        return any(string in text for string in self.strings)
 
 
 @dataclass
@@ -121,7 +136,16 @@ class Rows:
         return max(0 if reason else limit - length - 1 for limit, length, reason in rooms)
 
     def start_cache(self, name: str) -> None:
-        """Declares that the model `name` has cached nothing yet."""
+        """Declares that the model `name` has cached nothing yet.
+
+        Raises:
+            ValueError: another model of this generation has the name.
+        """
+        if name in self.cached:
+            raise ValueError(
+                f"two models of one generation are called {name!r}, and each needs a name of its own; "
+                "give one another name: CausalLM(model, name=...)"
+            )
         self.cached[name] = torch.zeros_like(self.length)
         self.host.cached[name] = [0] * len(self)
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from enum import IntEnum
+from numbers import Integral, Real
+from typing import Any
 
 import torch
 from specdec_kernels import gumbel, perturbed_argmax, sample_tokens
@@ -56,12 +58,12 @@ class Sampler:
     top_p: float = 1.0
 
     def __post_init__(self) -> None:
-        if not (math.isfinite(self.temperature) and self.temperature >= 0):
-            raise ValueError(f"temperature is {self.temperature}; expected a finite number >= 0 (0 is greedy)")
-        if not (isinstance(self.top_k, int) and self.top_k >= 0):
-            raise ValueError(f"top_k is {self.top_k}; expected an integer >= 0 (0 keeps all tokens)")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p is {self.top_p}; expected a number in (0, 1] (1 keeps all tokens)")
+        if not (_is_number(self.temperature) and math.isfinite(self.temperature) and self.temperature >= 0):
+            raise ValueError(f"temperature is {self.temperature!r}; expected a finite number >= 0 (0 is greedy)")
+        if not (_is_number(self.top_k) and isinstance(self.top_k, Integral) and self.top_k >= 0):
+            raise ValueError(f"top_k is {self.top_k!r}; expected an integer >= 0 (0 keeps all tokens)")
+        if not (_is_number(self.top_p) and 0 < self.top_p <= 1):
+            raise ValueError(f"top_p is {self.top_p!r}; expected a number in (0, 1] (1 keeps all tokens)")
 
     @property
     def greedy(self) -> bool:
@@ -101,3 +103,7 @@ class Sampler:
         if self.greedy:
             return perturbed_argmax(logits)
         return noise.draw(self.process(logits), stream, positions, levels)
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, Real) and not isinstance(value, bool)

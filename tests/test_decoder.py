@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
-from oracle.models import FAMILIES, clone, decoder, head_draft, lm_draft, prompt, text, tiny
+from oracle.models import FAMILIES, clone, decoder, head_draft, lm_draft, prompt, text, tiny, tiny_draft, tiny_head
 from oracle.scripted import Oracle, SampledSelf, Script, Spoiled, oracle, self_draft, wrong
 from oracle.tokenizer import characters
 
 import specdec
 from specdec.decoder import Decoder
+from specdec.drafters.lm import LMDrafter
 from specdec.evaluation.exactness import greedy_reference, random_target
 from specdec.growth.chain import Chain
 from specdec.growth.eagle2 import Eagle2
 from specdec.growth.talon import Talon
 from specdec.models.lm import CausalLM
+from specdec.prompts import _OPTIONS
 from specdec.verifiers.target import TargetVerifier
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -264,11 +270,45 @@ def test_forms_of_a_prompt() -> None:
         ({"seed": 1.5}, "the seed is 1.5"),
         ({"stop": ["", "a"]}, "expected non-empty strings"),
         ({"stop": "a"}, "stop strings need a tokenizer"),
+        ({"stop": 5}, "stop is 5; expected a string or a list of strings"),
+        ({"stop": [5]}, "expected non-empty strings"),
+        ({"eos_token_ids": "a"}, "eos_token_ids is 'a'; expected an id or a list of ids"),
+        ({"eos_token_ids": [1.5]}, "eos_token_ids is .1.5."),
+        ({"temperature": None}, "temperature is None"),
     ],
 )
 def test_options_that_are_refused(options, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         decoder().generate(IDS, **options)
+
+
+def test_integers_of_any_library() -> None:
+    full = text("llama", IDS, 8)
+    made = decoder(tokenizer=characters())
+    ids, seed = [np.int64(i) for i in IDS], np.int32(3)
+    assert made.generate(ids, max_new_tokens=np.int64(8), seed=seed, stop=None).tokens == full
+    assert [out.tokens for out in made.generate([ids, ids], max_new_tokens=8, seed=np.array([1, 2]))] == [full, full]
+    assert [out.tokens for out in made.generate([torch.tensor([i]) for i in (5, 6)], max_new_tokens=1)] == [
+        text("llama", [i], 1) for i in (5, 6)
+    ], "rows of one id"
+    for eos in (full[2], np.int64(full[2]), torch.tensor([full[2]])):
+        expected = full[: full.index(full[2]) + 1]
+        assert made.generate(IDS, max_new_tokens=8, eos_token_ids=eos).tokens == expected
+        assert decoder(eos_token_ids=eos).generate(IDS, max_new_tokens=8).tokens == expected
+
+
+def test_half_a_character() -> None:
+    with pytest.raises(ValueError, match=r"lone surrogate '\\ud800' at character 1"):
+        decoder(tokenizer=characters()).generate("a\ud800")
+
+
+@pytest.mark.parametrize("name", ["generate", "stream"])
+def test_options_are_shown(name: str) -> None:
+    """In the signature, and where one is misspelt."""
+    with pytest.raises(TypeError, match=f"{name} has no option 'max_tokens'; it has max_new_tokens, temperature, "):
+        getattr(decoder(), name)(IDS, max_tokens=3)
+    shown = list(inspect.signature(getattr(Decoder, name)).parameters)
+    assert tuple(shown[2:-1]) == _OPTIONS
 
 
 def test_text_without_a_tokenizer() -> None:
@@ -346,8 +386,9 @@ def chain_script(tokens: list[int]):
 def test_a_nan_in_the_target_names_step_and_node() -> None:
     """D26: mapped to id 0, or to an id beyond the vocabulary, a numeric fault hides in plausible text."""
     model = clone(tiny())
+    made = decoder(model)
     with bad_row(model, 3, 0), pytest.raises(FloatingPointError, match=r"row 0, new token 4: .* node 0 "):
-        decoder(model).generate(IDS, max_new_tokens=10)
+        made.generate(IDS, max_new_tokens=10)
     made = decoder(model, chain_script(text("llama", IDS, 40)[1:4]))
     with bad_row(model, 1, 3), pytest.raises(FloatingPointError, match=r"row 0, new token 5: .* node 3 "):
         made.generate(IDS, max_new_tokens=10)
@@ -466,8 +507,16 @@ def test_a_stream_is_the_text() -> None:
 
 
 def test_a_stream_takes_one_prompt() -> None:
-    with pytest.raises(ValueError, match="2 were given"):
-        next(decoder().stream([IDS, IDS]))
+    for prompts in ([IDS, IDS], [IDS]):
+        with pytest.raises(ValueError, match=rf"a list of prompts was given \({len(prompts)} in it\); give the prompt"):
+            decoder().stream(prompts)
+
+
+def test_a_stream_is_checked_before_it_starts() -> None:
+    made = decoder(tokenizer=characters())
+    for given, options in (("", {}), (IDS, {"max_new_tokens": 0}), (IDS, {"temperature": "hot"})):
+        with pytest.raises(ValueError, match="is"):
+            made.stream(given, **options)
 
 
 def test_a_second_stream_does_not_spoil_the_first() -> None:
@@ -480,6 +529,31 @@ def test_a_second_stream_does_not_spoil_the_first() -> None:
             next(first)
         first, _ = made.stream(IDS, max_new_tokens=12), next(made.stream(IDS[:3], max_new_tokens=12))
         assert [token for piece in first for token in piece.tokens] == text("llama", IDS, 12), "one left off is no harm"
+
+
+def test_a_second_generation_on_a_shared_head_does_not_spoil_the_first() -> None:
+    """Two targets, one draft cache."""
+    drafter = head_draft(texts=known())
+    first, second = (Decoder(CausalLM(tiny()), drafter, Talon(16)).stream(IDS, max_new_tokens=12) for _ in range(2))
+    next(first)
+    assert [token for piece in second for token in piece.tokens] == text("llama", IDS, 12)
+    with pytest.raises(RuntimeError, match="another generation was started on this EAGLE-3 drafter"):
+        next(first)
+
+
+@pytest.mark.exactness
+def test_autocast_is_the_consumers_own() -> None:
+    """Under autocast the logits were rounded, and the text was another one."""
+    model = clone(tiny())
+    made, seen = decoder(model, (head_draft(texts=known()), Talon(16))), set()
+    model.get_output_embeddings().register_forward_hook(lambda _, args, logits: seen.add(logits.dtype))
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        tokens = []
+        for piece in made.stream(IDS, max_new_tokens=24):
+            tokens += piece.tokens
+            assert torch.is_autocast_enabled("cpu")
+    assert tokens == text("llama", IDS, 24)
+    assert seen == {torch.float32}
 
 
 def test_a_summary_of_very_little() -> None:
@@ -554,6 +628,78 @@ def test_a_drafter_and_a_growth_come_together() -> None:
         Decoder(tiny(), drafter=lm_draft())
     with pytest.raises(ValueError, match="a growth was given without a drafter"):
         Decoder(tiny(), growth=Chain(2))
+
+
+@pytest.mark.parametrize(
+    ("parts", "message"),
+    [
+        ({"target": "smollm2"}, r"target is 'smollm2'; .* use specdec.load\('smollm2'\)"),
+        ({"target": None}, "target is None; expected a CausalLM or a transformers causal LM"),
+        ({"growth": "talon"}, "growth is 'talon' .str., which lacks capacity, finish, grow"),
+        ({"growth": Talon}, "growth is the class Talon; expected an instance"),
+        ({"drafter": 3, "growth": Chain(2)}, "drafter is 3 .int., which lacks expand, .* expected a specdec.Drafter"),
+        ({"drafter": tiny(), "growth": Chain(2)}, "drafter is LlamaForCausalLM"),
+        ({"verifier": object()}, "verifier is .* which lacks commit, lossless, start, verify"),
+    ],
+)
+def test_parts_that_are_none(parts, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Decoder(**({"target": tiny()} | parts))
+
+
+def test_a_head_for_another_target() -> None:
+    config = replace(tiny_head().config, target_hidden_size=24)
+    drafter = head_draft()
+    drafter.head = SimpleNamespace(config=config)
+    with pytest.raises(ValueError, match="made for a target of hidden size 24 and 97 tokens, but this target has"):
+        Decoder(tiny(), drafter, Chain(2))
+
+
+@pytest.mark.exactness
+def test_a_draft_model_without_a_name_of_its_own() -> None:
+    """Its default name is the target's: one overwrote the other's length, and the text was wrong."""
+    drafter = LMDrafter(CausalLM(tiny_draft()))
+    made = Decoder(CausalLM(tiny()), drafter, Chain(4))
+    assert made.generate(IDS, max_new_tokens=24).tokens == text("llama", IDS, 24)
+    with pytest.raises(ValueError, match="the drafter's model is the target itself"):
+        Decoder(drafter.model, drafter, Chain(4))
+    with pytest.raises(ValueError, match="two models of one generation are called 'draft'"):
+        Decoder(CausalLM(tiny(), "draft"), drafter, Chain(4)).generate(IDS)
+
+
+def test_a_generation_config_that_wants_more_is_not_ignored() -> None:
+    model = clone(tiny())
+    model.generation_config.update(do_sample=True, temperature=0.7, top_k=5, top_p=0.9, repetition_penalty=1.0)
+    Decoder(model, exact=True)
+    model.generation_config.update(repetition_penalty=1.3, suppress_tokens=[5])
+    message = r"generation config sets repetition_penalty=1.3, suppress_tokens=\[5\], which is not applied"
+    with pytest.warns(RuntimeWarning, match=f"{message}: texts differ from transformers.generate"):
+        Decoder(model)
+    with pytest.raises(ValueError, match=f"{message}; exact=True refuses that"):
+        Decoder(model, exact=True)
+
+
+def test_a_growth_that_says_too_little() -> None:
+    class Overfull(Chain):
+        capacity = 3
+
+        def grow(self, tree, nodes, logits, noise):
+            layer = super().grow(tree, nodes, logits, noise)
+            return replace(layer, expand_count=layer.count)
+
+    with pytest.raises(ValueError, match=r"Overfull grew a tree of 4 nodes, .* its capacity is 3"):
+        decoder(pair=(head_draft(texts=known()), Overfull(4))).generate(IDS)
+
+
+def test_a_growth_that_takes_nothing() -> None:
+    class Shy(Chain):
+        def grow(self, tree, nodes, logits, noise):
+            layer = super().grow(tree, nodes, logits, noise)
+            return replace(layer, count=layer.count * 0, expand_count=layer.expand_count * 0)
+
+    with pytest.warns(RuntimeWarning, match="or the growth policy chose none of its candidates"):
+        output = decoder(pair=(head_draft(texts=known()), Shy(4))).generate(IDS, max_new_tokens=8)
+    assert output.tokens == text("llama", IDS, 8)
 
 
 def test_exact_refuses_a_verifier_that_is_not() -> None:

@@ -9,7 +9,7 @@ import pytest
 
 PROGRAM = """
 import gc, specdec, torch
-from transformers import LlamaForCausalLM
+from transformers import AutoTokenizer, LlamaForCausalLM
 
 def resident():
     gc.collect()
@@ -17,8 +17,10 @@ def resident():
         return int(file.read().split()[1]) * 4096
 
 specdec.load, specdec.Decoder, specdec.METHODS
+tokenizer = AutoTokenizer.from_pretrained(specdec.PRESETS["smollm2"].target())  # not part of the models
+tokenizer("warm it up")
 before = resident()
-decoder = specdec.load("smollm2", method="talon", budget=8, top_k=2)
+decoder = specdec.load("smollm2", method="talon", tokenizer=tokenizer, budget=8, top_k=2)
 loaded = resident() - before
 head = decoder.drafter.head
 config = decoder.target.config

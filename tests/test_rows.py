@@ -89,6 +89,40 @@ def test_where_a_text_ends(emitted, kept, reason) -> None:
     assert stopping.cut([7, 8], emitted) == (kept, reason)
 
 
+def whole_runs(ids: list[int]) -> str:
+    """One byte an id, 0 is empty; a run that is no UTF-8 is replaced whole, as byte fallback does it."""
+    try:
+        return bytes(i for i in ids if i).decode()
+    except UnicodeDecodeError:
+        return "\N{REPLACEMENT CHARACTER}" * len(ids)
+
+
+@pytest.mark.parametrize("decode", [whole_runs, lambda ids: bytes(i for i in ids if i).decode(errors="replace")])
+@given(
+    text=st.text("ab\N{EURO SIGN}\N{GRINNING FACE}\0", min_size=60, max_size=120),
+    stop=st.text("ab\N{EURO SIGN}\N{GRINNING FACE}", min_size=2, max_size=6),
+    size=st.integers(1, 5),
+)
+def test_the_end_of_a_text_is_enough_to_find_a_stop_string(decode, text: str, stop: str, size: int) -> None:
+    """D08: in blocks of any size, with characters of several ids and ids of no character."""
+    ids = list(text.encode())
+    stopping = Stopping(strings=(stop,), decode=decode)
+    found = None
+    for start in range(0, len(ids), size):
+        kept, reason = stopping.cut(ids[:start], ids[start : start + size])
+        if reason:
+            found = start + kept
+            break
+    assert found == next((n for n in range(1, len(ids) + 1) if stop in decode(ids[:n])), None)
+
+
+def test_a_stop_string_does_not_cost_the_whole_text_for_every_token() -> None:
+    seen = []
+    stopping = Stopping(strings=("never",), decode=lambda ids: seen.append(len(ids)) or "x" * len(ids))
+    assert stopping.cut([1] * 5000, [1] * 4) == (4, None)
+    assert sum(seen) < 500
+
+
 def test_the_context_ends_a_text() -> None:
     """D15: a token may follow the last position, but nothing is computed behind it."""
     rows = Rows([[1] * 6, [1] * 2], 8, [0, 0], context=8)
@@ -113,6 +147,13 @@ def test_an_ended_row_may_draw_anything() -> None:
     commit(rows, [[], []], [7, 5])
     commit(rows, [[], []], [-1, 5])
     assert rows.new_tokens == [[7], [5, 5]]
+
+
+def test_two_models_of_one_name() -> None:
+    rows = Rows([[1]], 4, [0])
+    rows.start_cache("target")
+    with pytest.raises(ValueError, match="two models of one generation are called 'target'"):
+        rows.start_cache("target")
 
 
 # --- who reads tensors -----------------------------------------------------------------------------------------------

@@ -12,11 +12,13 @@ shapes); ``num_attention_heads`` (from head_dim); ``rms_norm_eps`` (1e-6); ``max
 """
 
 import json
-from collections.abc import Mapping
+import pickle
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from specdec.models.eagle3 import Eagle3Config, Eagle3Head
@@ -30,6 +32,11 @@ _OTHER_DIALECTS = {
     "transformer_layer_config": "the speculators format of vLLM",
 }
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+
+# What reading a damaged weights file raises: safetensors; torch.load of a broken archive, of bytes that are none.
+DAMAGE = (SafetensorError, RuntimeError, pickle.UnpicklingError, EOFError, LookupError, ValueError, TypeError)
+
+_T = TypeVar("_T")
 
 
 def load_eagle3(
@@ -54,10 +61,12 @@ def load_eagle3(
 
     Raises:
         FileNotFoundError: no folder, configuration or weights there.
-        ValueError: another dialect; missing, unknown or misshapen tensors; a head for another target; a wrong d2t.
+        ValueError: a damaged file; another dialect; missing, unknown or misshapen tensors; a head for another target;
+            a wrong d2t.
     """
     folder = Path(folder)
     raw = _read_config(folder)
+    _check_numbers(raw, folder)
     state = _read_weights(folder)
     _refuse_other_dialects(raw, state, folder)
     _refuse_unknown_names(state, folder)
@@ -184,16 +193,80 @@ def _read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         what = f"no file {CONFIG} in {folder}" if folder.is_dir() else f"no folder {folder}"
         raise FileNotFoundError(f"{what}; an EAGLE-3 head is a folder with {CONFIG} and {WEIGHTS}")
-    return json.loads(path.read_text(encoding="utf-8"))
+    return parse_config(path)
+
+
+def parse_config(path: Path) -> dict[str, Any]:
+    """The JSON object in a file.
+
+    Raises:
+        ValueError: it is something else; the message names the file.
+    """
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:  # of the encoding, or of JSON
+        raise ValueError(f"{path} is not JSON in UTF-8: {error}; download or copy it again") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path} holds {found!r:.80}; expected a JSON object")
+    return found
+
+
+def _check_numbers(raw: Mapping[str, Any], folder: Path) -> None:
+    """The fields that sizes are compared with or computed from."""
+    names = ("num_attention_heads", "head_dim", "draft_vocab_size", "vocab_size", "target_hidden_size")
+    for name in names:
+        value = raw.get(name)
+        if value is not None and (type(value) is not int or value < 1):
+            raise ValueError(f"{name} in {folder / CONFIG} is {value!r}; expected a positive integer")
+
+
+def is_head(folder: Path) -> bool:
+    """Whether a folder holds an EAGLE head (also of a dialect that is not read here) and not a language model.
+
+    Raises:
+        ValueError: its config.json or its weights cannot be read.
+    """
+    config = parse_config(folder / CONFIG) if (folder / CONFIG).is_file() else {}
+    if "draft_vocab_size" in config or config.keys() & _OTHER_DIALECTS.keys():
+        return True
+    return any(name == "fc.weight" or name.startswith("midlayer.") for name in _weight_names(folder))
+
+
+def _weight_names(folder: Path) -> list[str]:
+    """Names of the tensors of a folder whose weights are one file; none for any other folder."""
+    if (folder / WEIGHTS).is_file():
+        return _undamaged(_safetensors_names, folder / WEIGHTS)
+    if (folder / OLD_WEIGHTS).is_file():
+        return list(_undamaged(_load_bin, folder / OLD_WEIGHTS))
+    return []
+
+
+def _safetensors_names(path: Path) -> list[str]:
+    with safe_open(path, "pt") as file:
+        return list(file.keys())
+
+
+def _load_bin(path: Path) -> dict[str, Tensor]:
+    with path.open("rb") as file:
+        archive = file.read(2) == b"PK"  # torch's old format cannot be mapped
+    return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=archive))
+
+
+def _undamaged(read: Callable[[Path], _T], path: Path) -> _T:
+    try:
+        return read(path)
+    except DAMAGE as error:
+        told = " ".join(str(error).split())[:200] or type(error).__name__
+        raise ValueError(f"{path} is damaged or no weights file ({told}); download or copy it again") from error
 
 
 def _read_weights(folder: Path) -> dict[str, Tensor]:
     if (folder / WEIGHTS).is_file():
         from safetensors.torch import load_file
 
-        return load_file(folder / WEIGHTS)
+        return _undamaged(load_file, folder / WEIGHTS)
     if (folder / OLD_WEIGHTS).is_file():
-        return dict(torch.load(folder / OLD_WEIGHTS, map_location="cpu", weights_only=True))
+        return _undamaged(_load_bin, folder / OLD_WEIGHTS)
     found = ", ".join(sorted(path.name for path in folder.iterdir()))
     raise FileNotFoundError(f"neither {WEIGHTS} nor {OLD_WEIGHTS} in {folder}, which holds: {found}")
 

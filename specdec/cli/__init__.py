@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -58,7 +58,7 @@ def generate(
     with cli.status(f"loading {target}"):
         decoder = load(target, draft=draft, method=method, device=device, dtype=dtype, exact=exact, **own)
     chat = decoder.tokenizer is not None and decoder.tokenizer.chat_template is not None and not raw
-    law = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
+    law: dict[str, Any] = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "seed": seed}
     turn = [{"role": "user", "content": text}] if chat else text
     pieces = decoder.stream(turn, max_new_tokens=max_new_tokens, stop=stop or (), **law)
     output = report.stream(pieces, None if as_json else sys.stdout, decoder.tokenizer if color else None)

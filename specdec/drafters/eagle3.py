@@ -7,6 +7,9 @@ dropped at the end of the round.
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -40,17 +43,25 @@ class Eagle3Drafter:
         self.dtype = head.norm.weight.dtype
         self.cache = KVCache(1, config.num_kv_heads, config.head_dim, self.dtype, head.d2t.device)
         self.calls = 0
+        self._rows: Callable[[], Rows | None] = lambda: None  # whose entries the cache holds
         self._span: Span | None = None
         self._hidden = torch.empty(0)  # by slot of the current tree, [B, S, h]
 
     def start(self, rows: Rows, capacity: int) -> None:
         rows.start_cache(_NAME)
         self.cache.start(len(rows), capacity)
+        self._rows = weakref.ref(rows)
 
     def observe(self, rows: Rows, span: Span | None, tree: DraftTree, verdict: Verdict) -> None:
-        self._span = span
+        if self._rows() is rows:  # else `expand` will refuse to go on
+            self._span = span
 
     def expand(self, rows: Rows, tree: DraftTree, nodes: Tensor) -> Tensor:
+        if self._rows() is not rows:
+            raise RuntimeError(
+                "another generation was started on this EAGLE-3 drafter while this one was running; "
+                "finish a stream before the next one starts, or give each a drafter of its own"
+            )
         self.calls += 1
         if tree.depth == 0:
             return self._catch_up(rows)

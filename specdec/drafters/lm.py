@@ -21,6 +21,7 @@ class LMDrafter:
         self.vocab_size = model.vocab_size
 
     def start(self, rows: Rows, capacity: int) -> None:
+        self.model.name = "draft"  # "target", a CausalLM's name by default, is taken
         self.model.start(rows, capacity)
 
     def observe(self, rows: Rows, span: Span | None, tree: DraftTree, verdict: Verdict) -> None:

@@ -71,7 +71,8 @@ def default_taps(num_layers: int) -> tuple[int, int, int]:
     taps = (2, num_layers // 2, num_layers - 3)
     if not 0 <= taps[0] < taps[1] < taps[2]:
         raise ValueError(
-            f"the rule (2, n // 2, n - 3) gives {taps} for n = {num_layers} layers; name the taps yourself"
+            f"the rule (2, n // 2, n - 3) gives {taps} for n = {num_layers} layers; name the taps yourself, as "
+            '"specdec": {"taps": [...]} in the config.json of the head'
         )
     return taps
 

@@ -12,6 +12,8 @@ from transformers import AttentionInterface, PreTrainedModel
 from specdec.models.attention import Step
 
 _NAME = "specdec_tree"
+# what some models hand to their attention to change its result: sinks, biases, caps, chosen entries
+_UNSUPPORTED = ("s_aux", "sinks", "position_bias", "softcap", "indices")
 
 
 def _tree_attention(
@@ -28,8 +30,9 @@ def _tree_attention(
     """The function that transformers calls instead of SDPA; tensors [B, heads, T, d]."""
     if specdec_step is None:
         raise RuntimeError(f"attention {_NAME!r} was called outside of specdec; set another attn_implementation")
-    if kwargs.get("softcap") is not None:
-        raise ValueError("this model caps its attention logits (softcap), which tree attention does not support")
+    for name in _UNSUPPORTED:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"its attention takes {name!r}, which tree attention does not support")
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
     layer: int = module.layer_idx  # type: ignore[assignment]
     out = specdec_step.attend(

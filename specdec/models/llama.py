@@ -108,8 +108,6 @@ class LeanLlama:
 def layer_windows(config: object) -> list[int | None]:
     """The sliding window of each layer in positions, None for full attention."""
     window = getattr(config, "sliding_window", None)
-    if not getattr(config, "use_sliding_window", True):
-        window = None
     layers: int = config.num_hidden_layers  # type: ignore[attr-defined]
     kinds = getattr(config, "layer_types", None)
     if kinds is None:

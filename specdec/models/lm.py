@@ -14,6 +14,7 @@ from specdec.models import llama
 from specdec.models.attention import Step
 from specdec.models.cache import KVCache
 from specdec.models.huggingface import HuggingFaceModel
+from specdec.models.support import check_config, check_forward
 from specdec.protocols import Span
 from specdec.rows import Rows
 from specdec.tree import Placement
@@ -38,6 +39,7 @@ class CausalLM:
         name: its key in `Rows.cached`.
         taps: layers whose inputs are the features (layer n = what the last one gives, before the final norm).
         calls: forward passes so far.
+        generation_config: the model's, or its config where it has none.
     """
 
     def __init__(self, model: PreTrainedModel, name: str = "target", lean: bool = False):
@@ -45,7 +47,11 @@ class CausalLM:
         Args:
             model: a `transformers` causal LM; it is borrowed.
             lean: take over its weights for the lean CPU forward; the model is not usable afterwards.
+
+        Raises:
+            ValueError: the model's text would not be its own here; it says why.
         """
+        check_config(model.config)
         self.backbone: Backbone = llama.LeanLlama(model) if lean else HuggingFaceModel(model)
         self.config = config = model.config
         self.name = name
@@ -57,11 +63,14 @@ class CausalLM:
         self.context: int = config.max_position_embeddings
         # as `transformers.generate` has it: the generation config decides, even where the model's config says otherwise
         generation = getattr(model, "generation_config", None) or config
+        self.generation_config = generation
         self.eos_token_ids = _as_ids(generation.eos_token_id)
         self.dtype, self.device = self.backbone.dtype, self.backbone.device
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
         self.cache = KVCache(config.num_hidden_layers, kv_heads, head_dim, self.dtype, self.device)
+        if isinstance(self.backbone, HuggingFaceModel):
+            check_forward(self.backbone, self.cache)
 
     @torch.inference_mode()
     def output_embedding(self) -> Tensor:

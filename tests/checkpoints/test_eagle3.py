@@ -77,6 +77,8 @@ def assert_equal_heads(found: Eagle3Head, expected: Eagle3Head) -> None:
 def test_round_trip(folder, embed_tokens):
     head = load(folder, embed_tokens)
     assert_equal_heads(head, make_head(embed_tokens))
+    assert head.d2t.tolist() == [1, 3, 5, 6]
+    assert head.target_ids(torch.arange(DRAFT)).tolist() == [1, 4, 7, 9]  # offsets, not ids
     assert head.embed_tokens is embed_tokens
     assert not any(parameter.requires_grad for parameter in head.parameters())
 
@@ -218,6 +220,29 @@ def test_a_head_for_another_target(folder, embed_tokens):
 def test_number_of_features_from_fc(tmp_path, embed_tokens):
     save_eagle3(make_head(embed_tokens, num_features=2), tmp_path)
     assert load(tmp_path, embed_tokens).config.num_features == 2
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+@pytest.mark.parametrize("data", [b"", b"junk" * 50, b"PK"])
+def test_damaged_weights(folder, embed_tokens, name, data):
+    (folder / "model.safetensors").unlink()
+    (folder / name).write_bytes(data)
+    with pytest.raises(ValueError, match=rf"{folder / name} is damaged or no weights file \(.+\); download or copy"):
+        load(folder, embed_tokens)
+
+
+@pytest.mark.parametrize("data", [b'{"a": "\xff"}', b"{", b"null"])
+def test_damaged_config(folder, embed_tokens, data):
+    (folder / "config.json").write_bytes(data)
+    with pytest.raises(ValueError, match=rf"{folder / 'config.json'} .*JSON"):
+        load(folder, embed_tokens)
+
+
+@pytest.mark.parametrize("value", ["4", 4.0, True, 0, [4]])
+def test_sizes_of_another_type(folder, embed_tokens, value):
+    change_config(folder, num_attention_heads=value)
+    with pytest.raises(ValueError, match=r"num_attention_heads in .*config\.json is .*; expected a positive integer"):
+        load(folder, embed_tokens)
 
 
 # --- d2t (D29)

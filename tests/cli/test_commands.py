@@ -60,7 +60,7 @@ def test_doctor_explains(specdec, folders) -> None:
     assert "Eagle3Drafter" in told["draft"]["draft"]
     assert told["cost"]["verify_ms"]["1"] > 0 < told["cost"]["draft_ms"]
     assert told["cost"]["plan"]["budget"] >= 2
-    assert f"budget={told['cost']['plan']['budget']}" in told["methods"]["talon"]
+    assert f"budget={4 * told['cost']['plan']['budget']}" in told["methods"]["talon"], "the floors end it, N caps it"
     shown = specdec("doctor", target=folders.target, draft=folders.head).stdout
     for word in ("torch", "lean", "T(n), ms", "T(n) / T(1)", "nodes with the root", "Talon(budget="):
         assert word in shown

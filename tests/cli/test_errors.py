@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
+import torch
 from oracle.folders import CHARACTERS, character_tokenizer
 from oracle.models import TAPS, tiny, tiny_head
+from safetensors.torch import load_file, save_file
 from transformers import AddedToken
 
 from specdec.checkpoints.eagle3 import save_eagle3
@@ -39,6 +43,14 @@ def refused(done, *parts: str) -> None:
         ({"draft": None}, ["method 'talon' needs an EAGLE-3 head or a smaller model; give draft="]),
         ({"target": "/no/such/folder"}, ["the target '/no/such/folder' is neither a folder here nor a Hub id"]),
         ({"device": "gpu"}, ["device is 'gpu'; expected 'cpu', 'cuda'"]),
+        ({"device": "meta"}, ["device is 'meta', which computes nothing; use 'cpu' or 'cuda'"]),
+        pytest.param(
+            {"device": "mps"},
+            ["device is 'mps', which this torch cannot use; use 'cpu' or 'cuda'"],
+            marks=pytest.mark.skipif(torch.backends.mps.is_available(), reason="this torch can use it"),
+        ),
+        ({"draft": ""}, ["the draft is ''; expected a folder or a Hub id (owner/name)"]),
+        ({"target": ""}, ["the target is ''; expected a folder or a Hub id (owner/name)"]),
         ({"dtype": "int8"}, ["dtype is 'int8'; expected 'auto', 'float32'"]),
         ({"seed": "x"}, ["Invalid value for '--seed'"]),
     ],
@@ -73,6 +85,38 @@ def test_folder_without_a_model(specdec, tmp_path) -> None:
 def test_folder_without_a_tokenizer(specdec, tmp_path) -> None:
     tiny().save_pretrained(tmp_path)
     refused(specdec("generate", "hello", target=tmp_path, method="ar"), f"no tokenizer in '{tmp_path}'")
+
+
+def test_draft_without_a_tokenizer(specdec, folders, tmp_path) -> None:
+    tiny().save_pretrained(tmp_path)
+    done = specdec("generate", "hello", target=folders.target, draft=tmp_path)
+    refused(done, f"no tokenizer in '{tmp_path}'", "a draft's tokenizer is only compared with the target's")
+    assert "tokenizer=..." not in done.stderr
+
+
+@pytest.mark.parametrize("role", ["target", "draft"])
+def test_missing_tensors(specdec, folders, tmp_path, role: str) -> None:
+    shutil.copytree(getattr(folders, role), tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "model.safetensors"
+    state = {name: tensor for name, tensor in load_file(path).items() if "layers.0.mlp" not in name}
+    save_file(state, path, {"format": "pt"})
+    done = specdec("generate", "hello", **{"target": folders.target, "draft": folders.draft, role: tmp_path})
+    refused(done, f"the {role} '{tmp_path}' lacks model.layers.0.mlp.down_proj.weight", "it would write nonsense")
+
+
+@pytest.mark.parametrize("command", [("generate", "hello"), ("compare",)], ids=["generate", "compare"])
+@pytest.mark.parametrize("role", ["target", "draft", "head"])
+def test_damaged_weights(specdec, folders, tmp_path, command: tuple[str, ...], role: str) -> None:
+    shutil.copytree(getattr(folders, role), tmp_path, dirs_exist_ok=True)
+    path = tmp_path / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:3000])
+    given = {"target": folders.target, "draft": folders.draft, "draft" if role == "head" else role: tmp_path}
+    refused(specdec(*command, **given), f"{path} is damaged or no weights file", "download or copy it again")
+
+
+def test_head_as_the_target(specdec, folders) -> None:
+    done = specdec("generate", "hello", target=folders.head, method="ar")
+    refused(done, f"the target '{folders.head}' is an EAGLE head, which only drafts; give it as the draft")
 
 
 def test_another_models_tokenizer(specdec, tmp_path) -> None:

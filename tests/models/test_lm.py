@@ -105,9 +105,10 @@ def test_a_borrowed_model_is_given_back() -> None:
 def test_a_failure_gives_the_model_back_too(monkeypatch) -> None:
     model = tiny("qwen2")
     before = model.config._attn_implementation
+    made = decoder(model, (head_draft("qwen2"), Talon(16)))
     monkeypatch.setattr(type(model.base_model), "forward", lambda *args, **kwargs: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        decoder(model, (head_draft("qwen2"), Talon(16))).generate(prompt(4))
+        made.generate(prompt(4))
     assert model.config._attn_implementation == before
     assert not any(module._forward_pre_hooks for module in model.modules())
 
