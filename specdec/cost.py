@@ -100,7 +100,8 @@ def plan(curve: CostCurve, rank_acceptance: Sequence[float] | None = None, large
         return sum(rates[0] ** i for i in range(length + 1)) / (curve.at(length + 1) + length * curve.draft)
 
     token = curve.at(1) / max(speedup, 1.0)
-    node = (curve.at(2 * budget) - curve.at(1)) / (2 * budget - 1)
+    span = max(2 * budget, 16)  # wide enough that the noise of two measured points does not decide
+    node = (curve.at(span) - curve.at(1)) / (span - 1)
     return Plan(
         budget,
         top_k,
