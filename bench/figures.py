@@ -45,13 +45,13 @@ def acceptance_table(reports: list[dict[str, Any]]) -> str:
 
 
 def transcript() -> str:
-    return f"```console\n$ make demo\n{(RESULTS / 'demo.txt').read_text(encoding='utf-8').strip()}\n```"
+    return f"```console\n{(RESULTS / 'transcript.txt').read_text(encoding='utf-8').strip()}\n```"
 
 
 def main() -> None:
     speed = comparison_table(read("compare.json"))
     factors = comparison_table(read("factors.json"))
-    acceptance = acceptance_table([read("acceptance-mt_bench.json"), read("acceptance-humaneval.json")])
+    acceptance = acceptance_table([read(path.name) for path in sorted(RESULTS.glob("acceptance-*.json"))])
     fill_page(
         ROOT / "README.md",
         {"transcript": transcript(), "methods": methods_table(), "speed": speed, "factors": factors},
