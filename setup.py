@@ -8,7 +8,7 @@ HERE = Path(__file__).parent
 
 demo = ["gguf>=0.19"]  # reads the weights of the embedded default
 bench = ["pytest-benchmark>=5.3"]
-train = ["accelerate>=1.15", "datasets>=5.2"]  # accelerate: transformers.Trainer asks for it
+train = ["accelerate>=1.15"]  # accelerate: transformers.Trainer asks for it
 
 setup(
     name="specdec-kernels",

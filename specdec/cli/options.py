@@ -44,7 +44,7 @@ class Commands(TyperGroup):
 
 def _message(error: Exception) -> str:
     if isinstance(error, ModuleNotFoundError):
-        extra = {"gguf": "demo", "accelerate": "train", "datasets": "train"}.get(error.name or "")
+        extra = {"gguf": "demo", "accelerate": "train"}.get(error.name or "")
         hint = f"pip install 'specdec-kernels[{extra}]'" if extra else f"pip install {error.name}"
         return f"the Python package {error.name!r} is not installed; run: {hint}"
     if isinstance(error, OSError) and error.strerror and error.filename:

@@ -436,9 +436,7 @@ def _trainer(
     out: Path,
     options: Eagle3Options,
 ) -> Eagle3Trainer:
-    from datasets import Dataset
-
-    dataset = Dataset.from_dict({"row": list(order)})
+    dataset: Any = [{"row": row} for row in order]  # any sequence will do as a map-style dataset
     arguments = TrainingArguments(
         output_dir=str(out),
         use_cpu=True,
