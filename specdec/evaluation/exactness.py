@@ -479,7 +479,8 @@ def environment() -> dict[str, Any]:
         "machine": processor(),
         "threads": torch.get_num_threads(),
         "python": platform.python_version(),
-        **{name: version(name) for name in ("specdec-kernels", "torch", "transformers")},
+        "torch": torch.__version__,  # with the build, which the package's metadata leaves out
+        **{name: version(name) for name in ("specdec-kernels", "transformers")},
     }
 
 
