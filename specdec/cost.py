@@ -255,10 +255,14 @@ def _context(target: CausalLM, drafter: Drafter | None) -> int:
 
 def processor() -> str:
     """The CPU's name and how many of its cores this process may use."""
-    name = platform.processor() or platform.machine()
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return f"{cpu_name()}, {cores} cores"
+
+
+def cpu_name() -> str:
+    """The CPU's model name, as the kernel or the platform tells it."""
     try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        name = next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
-        pass
-    return f"{name}, {len(os.sched_getaffinity(0)) if hasattr(os, 'sched_getaffinity') else os.cpu_count()} cores"
+        return platform.processor() or platform.machine()

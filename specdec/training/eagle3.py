@@ -11,7 +11,6 @@ with a finished head, ``touch runs/head/decay``. It may be interrupted at any ti
 import hashlib
 import json
 import os
-import platform
 import random
 import shutil
 import time
@@ -28,6 +27,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments, set_seed
 from transformers.trainer_utils import get_last_checkpoint
 
 from specdec.checkpoints.eagle3 import write_config
+from specdec.cost import cpu_name
 from specdec.models.eagle3 import Eagle3Config, Eagle3Head, default_taps
 from specdec.training.data import read_rows, split_heldout, stop_ids
 from specdec.training.features import FeatureBatch, FeatureStore, Row
@@ -390,16 +390,8 @@ def describe_run(rows: Sequence[Row], data: Path, draft_ids: Tensor, taps: Seque
         "coverage": round(sum(token in kept for token in answers) / len(answers), 4),
         "taps": list(taps),
         "software": f"torch {torch.__version__}, transformers {transformers.__version__}",
-        "machine": f"{os.cpu_count()}-core {_processor()}",
+        "machine": f"{os.cpu_count()}-core {cpu_name()}",
     }
-
-
-def _processor() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        return next(line.split(":", 1)[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def training_order(rows: Sequence[Row], training: Sequence[int], options: Eagle3Options) -> list[int]:
