@@ -18,6 +18,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +51,12 @@ class CostCurve:
 
     verify: dict[int, float]
     draft: float
+
+    def __post_init__(self) -> None:
+        """More tokens cannot take less time: where noise says so, the shorter time counts for both."""
+        sizes = sorted(self.verify, reverse=True)
+        least = accumulate((self.verify[nodes] for nodes in sizes), min)
+        object.__setattr__(self, "verify", dict(sorted(zip(sizes, least, strict=True))))
 
     def at(self, nodes: int) -> float:
         """T(n) in seconds, by linear interpolation (and extrapolation behind the last size)."""
@@ -199,11 +206,11 @@ def cached_curve(target: CausalLM, drafter: Drafter | None = None) -> CostCurve:
 
 def _parsed(stored: Any, drafted: bool) -> CostCurve:
     """The curve in a file's JSON; raises whatever it meets, ValueError for numbers that are no times."""
-    curve = CostCurve({int(n): float(t) for n, t in stored["verify"].items()}, float(stored["draft"]))
-    times = [curve.verify[1], *curve.verify.values(), *([curve.draft] if drafted else [])]
-    if min(curve.verify) < 1 or not all(0 < seconds < math.inf for seconds in times):
-        raise ValueError(f"{curve} holds a size or a time that cannot be; expected positive ones")
-    return curve
+    verify, draft = {int(n): float(t) for n, t in stored["verify"].items()}, float(stored["draft"])
+    times = [verify[1], *verify.values(), *([draft] if drafted else [])]
+    if min(verify) < 1 or not all(0 < seconds < math.inf for seconds in times):
+        raise ValueError(f"{verify}, {draft} hold a size or a time that cannot be; expected positive ones")
+    return CostCurve(verify, draft)
 
 
 def planned(target: CausalLM, drafter: Drafter | None) -> tuple[CostCurve | None, Plan | None]:

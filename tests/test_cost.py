@@ -7,12 +7,16 @@ from pathlib import Path
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from oracle.models import TAPS, head_draft, lm_draft, tiny
 
 from specdec import cost
 from specdec.drafters.eagle3 import Eagle3Drafter
 from specdec.drafters.lm import LMDrafter
 from specdec.evaluation.exactness import random_head, random_target
+from specdec.growth.chain import Chain
+from specdec.growth.talon import Talon
 from specdec.models.lm import CausalLM
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -55,6 +59,7 @@ def test_a_folder_that_takes_no_file_is_no_error(measured: list[int], monkeypatc
         '{"verify": {"2": 1.0, "60": 2.0}, "draft": 0.5}',
         '{"verify": {"0": 1.0, "1": 2.0}, "draft": 0.5}',
         '{"verify": {"1": 1.0, "60": NaN}, "draft": 0.5}',
+        '{"verify": {"1": NaN, "60": 2.0}, "draft": 0.5}',
         '{"verify": {"1": 1.0, "60": Infinity}, "draft": 0.5}',
         '{"verify": {"1": 1.0, "60": 2.0}, "draft": 0.0}',
         '{"verify": {"1": 1.0, "60": 1%s}, "draft": 0.5}' % ("0" * 400),
@@ -114,3 +119,19 @@ def test_drafts_of_two_sizes_have_two_files() -> None:
     drafts.append(LMDrafter(CausalLM(random_target("llama", vocab_size=90), "draft")))
     drafts.append(LMDrafter(CausalLM(random_target("llama").to(torch.bfloat16), "draft")))
     assert len({cost.curve_path(target, drafter) for drafter in (None, *drafts)}) == 7
+
+
+@given(
+    times=st.lists(st.floats(1e-7, 10.0), min_size=len(cost.SIZES), max_size=len(cost.SIZES)),
+    draft=st.floats(1e-7, 10.0),
+    few=st.integers(1, len(cost.SIZES)),
+)
+def test_every_measured_curve_gives_a_plan_that_can_be_run(times: list[float], draft: float, few: int) -> None:
+    """On a busy machine 16 tokens of a tiny model were timed below 1: the price of a node was negative, and `load` failed with "min_probability is -0.001"."""
+    curve = cost.CostCurve(dict(zip(cost.SIZES[:few], times, strict=False)), draft)
+    found = [curve.at(nodes) for nodes in range(1, 100)]
+    assert found == sorted(found)
+    assert found[0] > 0
+    plan = cost.plan(curve)
+    Talon(plan.budget, top_k=plan.top_k, min_probability=plan.min_probability, min_mass=plan.min_mass)
+    Chain(plan.chain)
