@@ -127,7 +127,7 @@ def test_drafts_of_two_sizes_have_two_files() -> None:
     few=st.integers(1, len(cost.SIZES)),
 )
 def test_every_measured_curve_gives_a_plan_that_can_be_run(times: list[float], draft: float, few: int) -> None:
-    """On a busy machine 16 tokens of a tiny model were timed below 1: the price of a node was negative, and `load` failed with "min_probability is -0.001"."""
+    """A busy machine timed 16 tokens below one: a node's price was negative, and no talon takes a negative floor."""
     curve = cost.CostCurve(dict(zip(cost.SIZES[:few], times, strict=False)), draft)
     found = [curve.at(nodes) for nodes in range(1, 100)]
     assert found == sorted(found)
