@@ -32,13 +32,17 @@ chosen := $(filter command environment,$(firstword $(origin TORCH)) $(firstword 
 MAKEFLAGS += --no-print-directory
 .SUFFIXES:
 .DELETE_ON_ERROR:
-.PHONY: demo test test-slow test-gpu test-oldest run-oldest exactness figures bench lint format clean FORCE
+.PHONY: demo test test-interpret test-slow test-gpu test-oldest run-oldest exactness kernel-table figures bench lint format clean FORCE
 
 demo: $(VENV)/.demo
 	@$(DEMO)
 
-test: $(VENV)/.dev
+test: test-interpret
 	@$(PYTEST) -m "not slow and not gpu" $(PYTEST_ARGS)
+
+# The Triton kernels on CPU tensors. A process of its own: one cannot both interpret and compile.
+test-interpret: $(VENV)/.dev
+	@TRITON_INTERPRET=1 $(PYTEST) -q -m "kernel and not slow and not gpu" tests/kernels $(PYTEST_ARGS)
 
 test-slow: $(VENV)/.dev
 	@$(PYTEST) -m "slow and not gpu" $(PYTEST_ARGS)
@@ -55,6 +59,10 @@ run-oldest: $(VENV)/.dev
 
 exactness: $(VENV)/.dev
 	@$(EXACTNESS)
+
+# Registers, spills, shared memory and wide loads of every kernel on every target, compiled here.
+kernel-table: $(VENV)/.dev
+	@$(PY) bench/kernel_table.py
 
 # The figures that README and docs show, from the files under bench/results/.
 figures: $(VENV)/.dev
@@ -86,7 +94,7 @@ pins = $(PY) -c 'from importlib.metadata import requires; print("torch", *requir
            $(VENV)/first.txt constraints.txt | cat - $(FIRST) >$(VENV)/pins.txt
 
 # .demo is what a user needs, .dev adds the test tools. Stamps, so that a second `make test` installs nothing.
-$(VENV)/.demo: setup.py constraints.txt $(FIRST) $(if $(chosen),FORCE) | $(PY)
+$(VENV)/.demo: setup.py constraints.txt $(FIRST) CMakeLists.txt $(wildcard kernels/specdec_kernels/native/*) $(if $(chosen),FORCE) | $(PY)
 	@echo "== $(VENV): installing $(TORCH) (a Linux build with CUDA is several GB; see the Makefile for another)"
 	@$(PIP) $(TORCH) $(PIP_TORCH_ARGS) || { echo "make: could not install $(TORCH) for $$($(PY) -V)." \
 	    "Choose another with TORCH=torch==VERSION, or another Python with make clean and PYTHON=..." >&2; exit 1; }

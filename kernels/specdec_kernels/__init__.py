@@ -1,7 +1,9 @@
 """Ops of tree speculative decoding, usable from any decoder.
 
 Every op takes a leading row dimension (one row = one request), decides in fp32, breaks ties towards the lowest index,
-and never trusts a NaN. `reference` defines what is right: plain torch, without Triton.
+and never trusts a NaN. A module an op: the Triton kernel and its `launch` for hot loops, the registered
+`torch.ops.specdec.<op>`, and the public function, which is all that most callers want. On a CPU the ops run in C++
+where that was built. `reference` defines what is right: plain torch, without Triton.
 """
 
 from specdec_kernels.reference import (
@@ -13,8 +15,8 @@ from specdec_kernels.reference import (
     philox,
     sample_tokens,
     topk_logprobs,
-    verify_walk,
 )
+from specdec_kernels.verify_walk import verify_walk
 
 __all__ = [
     "ancestors",

@@ -157,33 +157,29 @@ def ancestors(parents: Tensor) -> Tensor:
     return reach > 0
 
 
-def verify_walk(
-    tokens: Tensor, parents: Tensor, count: Tensor, chosen: Tensor, lineage: Tensor | None = None
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Sample and match: from the root, descend to the child that carries the token chosen at its parent.
+def verify_walk(tokens: Tensor, parents: Tensor, count: Tensor, chosen: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Sample and match: from the root, descend to the first child that carries the token chosen at its parent.
 
     Args:
         tokens, parents: [B, N] as in `ancestors`; count: [B] nodes that exist, the root included.
         chosen: [B, N] the token that the verifier chose after each node.
-        lineage: `ancestors(parents)` if it is at hand.
     Returns:
         path [B, N - 1]: accepted nodes from depth 1 on, then -1; length [B]: how many; bonus [B]: the token chosen at
         the last one (at the root if none was accepted).
     """
-    lineage = ancestors(parents) if lineage is None else lineage
     rows, size = tokens.shape
-    index = torch.arange(size, device=tokens.device)
-    matched = (tokens == chosen.gather(1, parents.clamp(min=0))) & (index < count[:, None])
-    matched[:, 0] = True
-    accepted = ~(lineage & ~matched[:, None, :]).any(-1)
-    depths = lineage.sum(-1) - 1
-    # the deepest accepted node; siblings that carry the same token count in node order
-    leaf = torch.where(accepted, depths * size + (size - 1 - index), -1).argmax(-1)
-    length = depths.gather(1, leaf[:, None])[:, 0]
-    on_path = lineage[torch.arange(rows, device=tokens.device), leaf]
-    path = tokens.new_full((rows, size + 1), -1)
-    path.scatter_(1, torch.where(on_path, depths, size), index.expand(rows, size))  # column `size` is scrap
-    return path[:, 1:size], length, chosen.gather(1, leaf[:, None])[:, 0]
+    row, index = torch.arange(rows, device=tokens.device), torch.arange(size, device=tokens.device)
+    exists = index < count[:, None]
+    node, length = torch.zeros_like(count), torch.zeros_like(count)
+    path = torch.full_like(tokens, -1)
+    for step in range(size - 1):
+        match = exists & (parents == node[:, None]) & (tokens == chosen[row, node][:, None])
+        match[:, 0] = False  # nobody's child
+        found = match.any(-1)
+        node = torch.where(found, match.int().argmax(-1), node)  # the first of equal maxima
+        path[:, step] = torch.where(found, node, -1)
+        length += found
+    return path[:, : size - 1], length, chosen[row, node]
 
 
 def kv_commit(cache: Tensor, source: Tensor, start: Tensor, count: Tensor) -> None:

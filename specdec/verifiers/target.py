@@ -34,8 +34,7 @@ class TargetVerifier:
         logits, span = self.target.forward(rows, placement)
         positions = rows.length[:, None] + tree.depths
         chosen = sampler.draw(logits, rows.noise, positions, levels=tree.depth + 1)
-        lineage = torch.ones_like(tree.parents, dtype=torch.bool)[..., None] if placement is None else tree.lineage()
-        path, length, bonus = verify_walk(tree.tokens, tree.parents, tree.count, chosen, lineage)
+        path, length, bonus = verify_walk(tree.tokens, tree.parents, tree.count, chosen)
         path = path[:, : tree.depth]
         return Verdict(path, length, bonus, span and on_path(span, path, tree.size))
 

@@ -1,0 +1,51 @@
+"""The ops in C++ for CPUs, called through ctypes; `library` is None where they were not built.
+
+Built by CMake when the package is installed. Without a compiler the package works all the same, on the references.
+SPECDEC_NATIVE=0 turns the native code off.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+PATH = Path(__file__).with_name("libspecdec_native.so")
+DTYPES = {torch.float32: 0, torch.float16: 1, torch.bfloat16: 2}  # specdec_dtype
+STATUS = {1: "an argument is out of range", 2: "out of memory"}  # specdec_status
+
+
+def _load() -> tuple[ctypes.CDLL | None, str]:
+    if os.environ.get("SPECDEC_NATIVE") == "0":
+        return None, "turned off by SPECDEC_NATIVE=0"
+    try:
+        return ctypes.CDLL(str(PATH)), str(PATH)
+    except OSError as error:
+        return None, f"not built ({error}); install again where a C++ compiler is, for faster tree building"
+
+
+library, reason = _load()
+
+
+def call(name: str, *arguments: Tensor | int | float | None) -> None:
+    """Calls `specdec_cpu_<name>`: tensors as data pointers (contiguous, on the CPU), ints as int64, floats as double.
+
+    Raises:
+        RuntimeError: the status that the function returned, in words.
+    """
+    function = getattr(library, f"specdec_cpu_{name}")
+    status = function(*map(_argument, arguments))
+    if status:
+        raise RuntimeError(f"{name}: {STATUS.get(status, f'status {status}')}")
+
+
+def _argument(value: Tensor | int | float | None) -> ctypes._SimpleCData:
+    if isinstance(value, Tensor):
+        assert value.is_contiguous() and value.device.type == "cpu", (value.shape, value.stride(), value.device)
+        return ctypes.c_void_p(value.data_ptr())
+    if isinstance(value, float):
+        return ctypes.c_double(value)
+    return ctypes.c_void_p(None) if value is None else ctypes.c_int64(value)
