@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 import specdec
-from specdec.evaluation.compare import machine
+from specdec.evaluation.setting import machine
 from specdec.models.lm import CausalLM
 
 _FINDINGS: list[str] = []

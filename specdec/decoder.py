@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 import warnings
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -10,25 +9,17 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specdec.draft import draft, narrow
+from specdec.draft import draft
 from specdec.models.lm import CausalLM
-from specdec.prompts import (
-    as_ids,
-    as_seeds,
-    as_stops,
-    as_target,
-    check_generation_config,
-    check_parts,
-    check_request,
-    encode,
-    refuse_unknown,
-)
+from specdec.parts import as_target, check_generation_config, check_parts
+from specdec.prompts import encode
 from specdec.protocols import Drafter, Growth, Verdict, Verifier
-from specdec.rows import Rows, Stopping
+from specdec.request import Request, as_ids
+from specdec.rows import Rows
 from specdec.sampling import Sampler
 from specdec.stats import Output, Round, Stopwatch
-from specdec.streaming import Piece, TextStream
-from specdec.tree import DraftTree
+from specdec.streaming import Piece, filled, pieces
+from specdec.tree import DraftTree, Layer
 from specdec.verifiers.target import TargetVerifier
 
 _NOTHING_DRAFTED = (
@@ -101,7 +92,7 @@ class Decoder:
                 return
             watch.restart()  # the consumer's time is not ours
             if self.drafter and self.growth:
-                tree, forwards = draft(self.drafter, self.growth, rows, watch, narrow)
+                tree, forwards = draft(self.drafter, self.growth, rows, watch, Layer.narrow)
             else:
                 tree = DraftTree(rows.roots, capacity=1)
 
@@ -111,112 +102,48 @@ class Decoder:
             self.drafter.observe(rows, verdict.span, tree, verdict)
         return rows.extend(tree, verdict.path, verdict.length, verdict.bonus)
 
-    def generate(
-        self,
-        prompt: Any,
-        *,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int | Sequence[int] = 0,
-        stop: str | Sequence[str] | None = None,
-        eos_token_ids: int | Sequence[int] | None = None,
-        **unknown: Any,
-    ) -> Any:
+    def generate(self, prompt: Any, **options: Any) -> Any:
         """Text for one prompt, or for each of a list of prompts.
 
         Args:
             prompt: a string (continued as it is), a list of chat messages (the chat template is applied), or a list of
                 ids; a list of any of these gives a list of outputs, decoded as one batch.
-            max_new_tokens: budget, at least 1.
-            temperature, top_k, top_p: 0.0 is greedy; same law as Hugging Face's sampling.
-            seed: the same seed gives the same text with every lossless method; may be a list with one seed a prompt.
-            stop: strings that end the text; the token that completes one is the last.
-            eos_token_ids: end-of-text ids of this call.
+            options: max_new_tokens=128, temperature=0.0, top_k=0, top_p=1.0, seed=0, stop=None, eos_token_ids=None;
+                see `Request`.
         Returns:
             An `Output`, or a list of them for a list of prompts.
         Raises:
             ValueError: what was given, what was expected, what to do.
         """
-        refuse_unknown("generate", unknown)
+        request = Request.of("generate", options)
         prompts, single = encode(prompt, self.tokenizer)
-        outputs = self._outputs(prompts)
-        sampler = Sampler(temperature, top_k, top_p)
-        rows = self._rows(prompts, max_new_tokens, seed, stop, eos_token_ids)
-        for _ in self._run(rows, sampler, outputs):
+        outputs = [self._output(ids) for ids in prompts]
+        for _ in self._run(request, prompts, outputs):
             pass
         return outputs[0] if single else outputs
 
-    def stream(
-        self,
-        prompt: Any,
-        *,
-        max_new_tokens: int = 128,
-        temperature: float = 0.0,
-        top_k: int = 0,
-        top_p: float = 1.0,
-        seed: int = 0,
-        stop: str | Sequence[str] | None = None,
-        eos_token_ids: int | Sequence[int] | None = None,
-        **unknown: Any,
-    ) -> Iterator[Piece]:
+    def stream(self, prompt: Any, **options: Any) -> Iterator[Piece]:
         """The text of one prompt, a piece a round; everything is checked before the first one is asked for.
 
         Args: those of `generate`, one prompt only.
         """
-        refuse_unknown("stream", unknown)
+        request = Request.of("stream", options)
         prompts, single = encode(prompt, self.tokenizer)
         if not single:
             raise ValueError(
                 f"stream takes one prompt, but a list of prompts was given ({len(prompts)} in it); "
                 "give the prompt itself, or use generate for a list"
             )
-        sampler = Sampler(temperature, top_k, top_p)
-        rows = self._rows(prompts, max_new_tokens, seed, stop, eos_token_ids)
-        return self._pieces(rows, sampler, *self._outputs(prompts))
+        output = self._output(prompts[0])
+        return pieces(self._run(request, prompts, [output]), self.tokenizer, output)
 
-    def _outputs(self, prompts: list[list[int]]) -> list[Output]:
-        lossless, step = self.verifier.lossless, self.plain_step_seconds
-        return [Output(ids, self.method, lossless, plain_step_seconds=step) for ids in prompts]
+    def _output(self, ids: list[int]) -> Output:
+        return Output(ids, self.method, self.verifier.lossless, plain_step_seconds=self.plain_step_seconds)
 
-    def _rows(
-        self,
-        prompts: list[list[int]],
-        max_new_tokens: int,
-        seed: int | Sequence[int],
-        stop: str | Sequence[str] | None,
-        eos_token_ids: int | Sequence[int] | None,
-    ) -> Rows:
-        """The checked request as the state that `rounds` starts from."""
-        seeds, stops = as_seeds(seed, len(prompts)), as_stops(stop)
-        check_request(prompts, max_new_tokens, seeds, stops, self.target, self.tokenizer)
-        eos = self.eos_token_ids if eos_token_ids is None else as_ids(eos_token_ids)
-        decode = self.tokenizer.decode if self.tokenizer and stops else None
-        stopping = Stopping(eos, stops, decode)
-        return Rows(prompts, int(max_new_tokens), seeds, stopping, self.target.context, self.target.device)
-
-    def _pieces(self, rows: Rows, sampler: Sampler, output: Output) -> Iterator[Piece]:
-        text = TextStream(self.tokenizer)
-        for (latest,) in self._run(rows, sampler, [output]):
-            yield Piece(text.push(latest.tokens, last=output.finish_reason is not None), latest.tokens, latest, output)
-
-    def _run(self, rows: Rows, sampler: Sampler, outputs: list[Output]) -> Iterator[list[Round]]:
-        """Consumes `rounds` and fills the outputs."""
-        begin = time.perf_counter()
-        for latest in self.rounds(rows, sampler):
-            for row, output in enumerate(outputs):
-                if output.finish_reason is None:
-                    output.rounds.append(latest[row])
-                    output.tokens += latest[row].tokens
-                    output.finish_reason = rows.finish_reasons[row]
-            if rows.finished:
-                for output in outputs:
-                    output.text = (
-                        self.tokenizer.decode(output.tokens, skip_special_tokens=True) if self.tokenizer else ""
-                    )
-                    output.seconds = time.perf_counter() - begin
-            yield latest
+    def _run(self, request: Request, prompts: list[list[int]], outputs: list[Output]) -> Iterator[list[Round]]:
+        """Checks the request; the iterator that it returns decodes and fills the outputs."""
+        rows = request.rows(prompts, self.target, self.tokenizer, self.eos_token_ids)
+        return filled(self.rounds(rows, request.sampler), rows, outputs, self.tokenizer)
 
 
 def _without_autocast(steps: Iterator[list[Round]], device: str) -> Iterator[list[Round]]:

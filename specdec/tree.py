@@ -22,6 +22,18 @@ class Layer:
     expand: Tensor  # [B, E] int64, columns of this layer that the drafter forwards next
     expand_count: Tensor  # [B] int64, the first `expand_count` entries of `expand` exist
 
+    def narrow(self) -> Layer:
+        """Without the columns that exist in no row: reads two numbers, saves the padding's work."""
+        width, expanded = torch.stack((self.count, self.expand_count)).max(dim=1).values.tolist()
+        return Layer(
+            self.parent[:, :width],
+            self.token[:, :width],
+            self.score[:, :width],
+            self.count,
+            self.expand[:, :expanded],
+            self.expand_count,
+        )
+
 
 class Placement(NamedTuple):
     """Nodes as a forward pass sees them: W queries at consecutive slots behind the root, S = start + W slots in all.
@@ -82,7 +94,16 @@ class DraftTree:
 
         Returns:
             The new frontier [B, E]: the nodes to forward next, -1 where there is none.
+        Raises:
+            ValueError: a single row, whose columns all exist, grows beyond the capacity. (Rows of a batch have
+                different widths, which the host does not read.)
         """
+        size = self.size + layer.token.shape[1]
+        if len(layer.count) == 1 and size > self.capacity:
+            raise ValueError(
+                f"the growth policy made a tree of {size} nodes, the root included, but its capacity is "
+                f"{self.capacity}; raise the capacity, or grow fewer"
+            )
         column = torch.arange(layer.token.shape[1], device=layer.token.device)
         exists = column < layer.count[:, None]
         where = torch.where(exists, self.count[:, None] + column, self.capacity)
@@ -91,7 +112,7 @@ class DraftTree:
         self._depths.scatter_(1, where, self._depths.gather(1, layer.parent.clamp(min=0)) + 1)
         self._scores.scatter_(1, where, layer.score)
         self.depth += 1
-        self.size = min(self.size + layer.token.shape[1], self.capacity)
+        self.size = min(size, self.capacity)
         wanted = torch.arange(layer.expand.shape[1], device=layer.expand.device) < layer.expand_count[:, None]
         frontier = torch.where(wanted, self.count[:, None] + layer.expand, -1)
         self.count = self.count + layer.count

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import sys
 from collections import Counter
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -25,7 +24,7 @@ from specdec.growth.chain import Chain
 from specdec.growth.eagle2 import Eagle2
 from specdec.growth.talon import Talon
 from specdec.models.lm import CausalLM
-from specdec.prompts import _OPTIONS
+from specdec.request import Request
 from specdec.verifiers.target import TargetVerifier
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -307,8 +306,12 @@ def test_options_are_shown(name: str) -> None:
     """In the signature, and where one is misspelt."""
     with pytest.raises(TypeError, match=f"{name} has no option 'max_tokens'; it has max_new_tokens, temperature, "):
         getattr(decoder(), name)(IDS, max_tokens=3)
-    shown = list(inspect.signature(getattr(Decoder, name)).parameters)
-    assert tuple(shown[2:-1]) == _OPTIONS
+
+
+def test_the_docstring_names_every_option_with_its_default() -> None:
+    assert Decoder.generate.__doc__
+    for option in fields(Request):
+        assert f"{option.name}={option.default}" in Decoder.generate.__doc__
 
 
 def test_text_without_a_tokenizer() -> None:
@@ -687,7 +690,7 @@ def test_a_growth_that_says_too_little() -> None:
             layer = super().grow(tree, nodes, logits, noise)
             return replace(layer, expand_count=layer.count)
 
-    with pytest.raises(ValueError, match=r"Overfull grew a tree of 4 nodes, .* its capacity is 3"):
+    with pytest.raises(ValueError, match=r"a tree of 4 nodes, .* its capacity is 3"):
         decoder(pair=(head_draft(texts=known()), Overfull(4))).generate(IDS)
 
 

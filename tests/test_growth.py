@@ -10,12 +10,13 @@ import numpy as np
 import pytest
 import torch
 
-from specdec.draft import draft, narrow
+from specdec.draft import draft
 from specdec.growth.chain import Chain
 from specdec.growth.eagle2 import Eagle2
 from specdec.growth.talon import Talon
 from specdec.rows import Rows
 from specdec.stats import Stopwatch
+from specdec.tree import Layer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAN, INF = float("nan"), float("inf")
@@ -66,7 +67,7 @@ def path_of(tree, row: int, node: int) -> list[int]:
 def grown(growth, table: Table, new: int = 200):
     """The tree that the draft phase makes, and per row its nodes as (path, score) in order."""
     rows = Rows([[1]] * len(table.seeds), new, [0] * len(table.seeds))
-    tree, forwards = draft(table, growth, rows, Stopwatch(torch.device("cpu")), narrow)
+    tree, forwards = draft(table, growth, rows, Stopwatch(torch.device("cpu")), Layer.narrow)
     found = [
         [(tuple(path_of(tree, row, node)), float(tree.scores[row, node])) for node in range(int(tree.count[row]))]
         for row in range(len(table.seeds))

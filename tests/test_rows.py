@@ -160,7 +160,7 @@ def test_two_models_of_one_name() -> None:
 
 READERS = {
     "rows.py": {"Rows.fetch"},
-    "draft.py": {"narrow"},
+    "tree.py": {"Layer.narrow"},
     "stats.py": {"Round.tree"},
     "prompts.py": {"encode", "_encode_one"},  # a prompt may come as a tensor
 }

@@ -91,18 +91,19 @@ def compare(
     cli.quiet()
     from specdec.cli import report
     from specdec.evaluation import compare as engine
-    from specdec.evaluation.contenders import Request
+    from specdec.evaluation import setting
+    from specdec.request import Request
 
     chosen, texts, request, _ = cli.all_of(
         lambda: cli.options_by_method(methods, options or []),
-        lambda: engine.read_prompts(prompts, limit),
+        lambda: setting.read_prompts(prompts, limit),
         lambda: Request(max_new_tokens, temperature, top_k, top_p, seed),
         lambda: cli.at_least("--max-new-tokens", max_new_tokens, 2),  # the first belongs to the prefill
     )
     with cli.status(f"loading {target}"):
         lineup = engine.line_up(target, chosen, draft, device, dtype, factors)
         ids = lineup.encode(texts, raw)
-    machine = engine.machine(lineup.target.device)
+    machine = setting.machine(lineup.target.device)
     with report.progress(engine.total_runs(lineup.contenders, ids)) as step:
         results = engine.compare(lineup.contenders, ids, request, lineup.judge, step)
     found = report.comparison(machine, target, ids, request, results)

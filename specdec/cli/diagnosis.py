@@ -14,7 +14,7 @@ from transformers.models.llama.modeling_llama import LlamaModel
 
 from specdec import cost
 from specdec.checkpoints.smollm2 import cache_root
-from specdec.evaluation.compare import machine
+from specdec.evaluation.setting import machine
 from specdec.loading import PRESETS, load_draft, load_target
 from specdec.methods import METHODS, make_growth
 from specdec.models import llama

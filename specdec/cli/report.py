@@ -16,9 +16,9 @@ from transformers import PreTrainedTokenizerBase
 
 from specdec.evaluation.compare import Result
 from specdec.evaluation.compare import factors as factors_of
-from specdec.evaluation.contenders import Request
 from specdec.evaluation.exactness import TIE
 from specdec.methods import Method
+from specdec.request import Request
 from specdec.stats import Output
 from specdec.streaming import Piece, TextStream
 

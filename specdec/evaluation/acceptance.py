@@ -18,7 +18,7 @@ from rich.progress import track
 
 import specdec
 from specdec.decoder import Decoder
-from specdec.evaluation.compare import machine
+from specdec.evaluation.setting import machine
 from specdec.stats import Output, Round
 
 

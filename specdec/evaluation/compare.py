@@ -6,13 +6,9 @@ of the machine hits all alike. A speed is tokens over seconds, summed over all p
 
 from __future__ import annotations
 
-import json
 import math
-import os
-import platform
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +17,6 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-import specdec
 from specdec import cost
 from specdec.decoder import Decoder
 from specdec.evaluation.contenders import (
@@ -33,7 +28,6 @@ from specdec.evaluation.contenders import (
     UNPACKED,
     Contender,
     Ours,
-    Request,
     Run,
     Transformers,
     plain_transformers,
@@ -44,8 +38,9 @@ from specdec.loading import PRESETS, load_draft, load_target
 from specdec.methods import make_growth, method
 from specdec.models.llama import LeanLlama
 from specdec.models.lm import CausalLM
-from specdec.prompts import check_request, encode
+from specdec.prompts import encode
 from specdec.protocols import Drafter
+from specdec.request import Request
 from specdec.sampling import Noise, Stream
 from specdec.stats import PHASES
 
@@ -267,7 +262,7 @@ class Lineup:
         chat = self.tokenizer is not None and self.tokenizer.chat_template is not None and not raw
         turns = [[{"role": "user", "content": text}] if chat else text for text in prompts]
         ids, _ = encode(turns, self.tokenizer)
-        check_request(ids, 1, [0] * len(ids), (), self.target, self.tokenizer)
+        Request(max_new_tokens=1).rows(ids, self.target, self.tokenizer, frozenset())  # refuses what cannot be decoded
         return ids
 
 
@@ -358,45 +353,3 @@ def factors(results: Sequence[Result]) -> dict[str, dict[str, float | None]]:
 
 
 # --- prompts and machine ---------------------------------------------------------------------------------------------
-
-
-def read_prompts(path: Path | None = None, limit: int | None = None) -> list[str]:
-    """The first turn of every prompt of a file of JSON lines (`turns` or `prompt`); by default the package's own.
-
-    Raises:
-        ValueError: no such file, a line that is not such an object, or no line at all.
-    """
-    path = path or Path(str(files("specdec") / "data" / "prompts.jsonl"))
-    if not path.is_file():
-        raise ValueError(f"there is no file {path}; expected JSON lines, each with `turns` or `prompt`")
-    prompts: list[str] = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), 1):
-        if not line.strip() or (limit is not None and len(prompts) >= limit):
-            continue
-        try:
-            item = json.loads(line)
-            prompt = item["prompt"] if "prompt" in item else item["turns"][0]
-        except (ValueError, KeyError, IndexError, TypeError):
-            prompt = None
-        if not isinstance(prompt, str) or not prompt.strip():
-            raise ValueError(f'{path}:{number}: expected {{"turns": ["..."]}} or {{"prompt": "..."}}, got {line:.60}')
-        prompts.append(prompt)
-    if not prompts:
-        raise ValueError(f"no prompt in {path}{'' if limit is None else f' with limit {limit}'}; expected JSON lines")
-    return prompts
-
-
-def machine(device: torch.device | None = None) -> dict[str, Any]:
-    """Where and with what a measurement was made."""
-    on_gpu = device is not None and device.type == "cuda"
-    return {
-        "processor": cost.processor(),
-        "threads": torch.get_num_threads(),
-        "device": torch.cuda.get_device_name(device) if on_gpu else "cpu",
-        "load_average": round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None,
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": transformers.__version__,
-        "specdec": specdec.__version__,
-    }

@@ -15,26 +15,11 @@ from specdec.decoder import Decoder
 from specdec.models.llama import LeanLlama
 from specdec.models.lm import CausalLM
 from specdec.models.packed import PackedLinear, PlainLinear
-from specdec.sampling import Sampler
+from specdec.request import Request
 
 HF, LOOKUP, AR = "transformers", "transformers, lookup", "ar"
 HF_MODULES, UNPACKED = "ar, transformers' modules", "ar, not packed"
 LOOKUP_TOKENS = 10  # what the documentation of transformers suggests
-
-
-@dataclass(frozen=True)
-class Request:
-    """How every prompt is decoded; the fields of `Decoder.generate`."""
-
-    max_new_tokens: int = 128
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
-
-    @property
-    def sampler(self) -> Sampler:
-        return Sampler(self.temperature, self.top_k, self.top_p)
 
 
 @dataclass(frozen=True)

@@ -14,12 +14,10 @@ another order than a pass over one: there a difference is excused where the two 
 from __future__ import annotations
 
 import json
-import platform
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from importlib.metadata import version
-from importlib.resources import files
+from dataclasses import asdict, dataclass, field, fields
+from datetime import date
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -45,6 +43,7 @@ from transformers.utils.logging import disable_progress_bar
 from specdec.decoder import Decoder
 from specdec.drafters.eagle3 import Eagle3Drafter
 from specdec.drafters.lm import LMDrafter
+from specdec.evaluation.setting import machine, read_prompts
 from specdec.growth.chain import Chain
 from specdec.growth.eagle2 import Eagle2
 from specdec.growth.talon import Talon
@@ -180,7 +179,7 @@ class Cell:
         options: the growth policy's.
         sampling: those of `Decoder.generate`.
         prompts: how many; max_new_tokens: of each.
-        batched: all prompts as one batch besides each alone.
+        batches: sizes of the batches in which they are decoded, all of them once with each.
     """
 
     target: str
@@ -190,7 +189,7 @@ class Cell:
     sampling: dict[str, Any] = field(default_factory=lambda: {"temperature": 0.0})
     prompts: int = 3
     max_new_tokens: int = 48
-    batched: bool = True
+    batches: tuple[int, ...] = (1, 3)
 
     def __str__(self) -> str:
         groups = [", ".join(f"{name}={value:g}" for name, value in d.items()) for d in (self.options, self.sampling)]
@@ -253,13 +252,13 @@ def random_grid(quick: bool = False) -> list[Cell]:
 def preset_grid(preset: str, prompts: int, quick: bool = False) -> list[Cell]:
     """Cells on a real model with its own head, 128 tokens a prompt.
 
-    One prompt at a time: a batch of a real model's prompts adds time and nothing that the random models do not show. At
+    Five prompts at a time, which is what two cores do best; the random models show that a row alone is the same. At
     T > 0 the budgets meet one mu, and the mus one budget.
     """
     everything = methods((16,), (0.03,)) if quick else methods()
     cross = everything if quick else methods(TALON_BUDGETS, (0.03,)) + methods((60,), TALON_MUS)[4:]
     return [
-        Cell(preset, method, "none" if method == "ar" else "head", options, sampling, prompts, 128, batched=False)
+        Cell(preset, method, "none" if method == "ar" else "head", options, sampling, prompts, 128, (5,))
         for sampling in SAMPLINGS
         for method, options in (everything if sampling["temperature"] == 0 else cross)
     ]
@@ -297,11 +296,11 @@ class Bench:
         return self._references[key]
 
     def run(self, cell: Cell) -> Outcome:
-        """Decodes the cell's prompts, each alone and then all together, and compares."""
+        """Decodes the cell's prompts in batches of each size and compares."""
         begin, outcome = time.perf_counter(), Outcome()
         decoder = self.decoder(cell.method, cell.draft, cell.options)
         prompts = self.prompts[: cell.prompts]
-        batches = [[prompt] for prompt in prompts] + ([prompts] if cell.batched and len(prompts) > 1 else [])
+        batches = [prompts[at : at + size] for size in cell.batches for at in range(0, len(prompts), size)]
         emitted = verifications = 0
         for batch in batches:
             expected = [self.reference(prompt, cell.max_new_tokens, cell.sampling) for prompt in batch]
@@ -388,7 +387,7 @@ def random_bench(family: str, seed: int = 0) -> Bench:
     return Bench(model, prompts, decoder)
 
 
-def preset_bench(preset: str, prompts: list[dict[str, Any]]) -> Bench:
+def preset_bench(preset: str, prompts: Sequence[str]) -> Bench:
     """A preset with its own head, and the same weights in fp32 as plain `transformers`."""
     import specdec
     from specdec.loading import PRESETS
@@ -403,55 +402,68 @@ def preset_bench(preset: str, prompts: list[dict[str, Any]]) -> Bench:
         return Decoder(loaded.target, loaded.drafter if growth else None, growth, eos_token_ids=eos, method=method)
 
     eos = sorted(loaded.eos_token_ids)
-    ids = [encode([{"role": "user", "content": prompt["turns"][0]}], tokenizer)[0][0] for prompt in prompts]
+    ids = [encode([{"role": "user", "content": prompt}], tokenizer)[0][0] for prompt in prompts]
     return Bench(model, ids, decoder, excuse_ties=True)
 
 
 # --- the command -----------------------------------------------------------------------------------------------------
 
 
-def read_prompts(path: Path | None = None) -> list[dict[str, Any]]:
-    """Prompts with fields id, task and turns, one JSON object a line; the package's own by default."""
-    source = files("specdec") / "data" / "prompts.jsonl" if path is None else path
-    return [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines() if line.strip()]
-
-
 def main(
     out: Annotated[Path, typer.Option(help="Where the report goes (JSON); rewritten after every cell.")],
     quick: Annotated[bool, typer.Option(help="A few tree sizes and prompts: minutes instead of hours.")] = False,
-    prompts: Annotated[Path | None, typer.Option(help="JSON lines with a field turns; default: 20 of our own.")] = None,
+    prompts: Annotated[
+        Path | None, typer.Option(help="JSON lines; default: 20 prompts of our own.")
+    ] = None,
     preset: Annotated[str, typer.Option(help="The real model; '' leaves it out.")] = "smollm2",
+    resume: Annotated[bool, typer.Option(help="Keep what the report holds and passed; run the rest.")] = False,
 ) -> None:
     """Compares every method with plain decoding; exit code 1 where any text differs."""
     console = Console(stderr=True)
     disable_progress_bar()  # transformers' own, for every file that it reads
-    report: dict[str, Any] = {"environment": environment(), "tie": TIE, "preset": preset or None}
+    report: dict[str, Any] = {"machine": machine(), "tie": TIE, "preset": preset or None}
     benches: dict[str, Bench] = {family: random_bench(family) for family in FAMILIES}
     cells = random_grid(quick)
     if preset:
-        given = read_prompts(prompts)[: 2 if quick else None]
+        given = read_prompts(prompts, 2 if quick else None)
         try:
             benches[preset] = preset_bench(preset, given)
-            cells += preset_grid(preset, len(given), quick)
+            cells = cells + preset_grid(preset, len(given), quick)
         except (FileNotFoundError, ValueError) as error:
             report["preset_missing"] = str(error)
             console.print(f"[yellow]{preset} is left out:[/yellow] {error}")
-    records: list[dict[str, Any]] = []
+    records = kept_records(out, cells) if resume else []
+    todo = [cell for cell in cells if identity(cell) not in map(identity, records)]
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     with Progress(*columns, TimeRemainingColumn(), console=console) as progress:
-        task = progress.add_task("", total=len(cells))
-        for cell in cells:
+        task = progress.add_task("", total=len(cells), completed=len(records))
+        for cell in todo:
             progress.update(task, description=str(cell))
             outcome = benches[cell.target].run(cell)
-            records.append({**asdict(cell), **outcome.record()})
+            records.append({**asdict(cell), **outcome.record(), "date": date.today().isoformat()})
             for line in outcome.failures:
                 console.print(f"[red]{cell}[/red]: {line}")
-            counts = write_report(out, report, records, len(cells))
+            write_report(out, report, records, len(cells))
             progress.advance(task)
+    counts = write_report(out, report, records, len(cells))
     console.print(
         f"{counts['passed']} of {counts['cells']} cells equal, {counts['tokens']} tokens, {counts['ties']} ties: {out}"
     )
     raise typer.Exit(counts["passed"] != len(cells))
+
+
+def identity(cell: Cell | dict[str, Any]) -> str:
+    """What tells a cell, or its record in a report, from the others."""
+    record = asdict(cell) if isinstance(cell, Cell) else cell
+    return json.dumps({attribute.name: record.get(attribute.name) for attribute in fields(Cell)}, sort_keys=True)
+
+
+def kept_records(path: Path, cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """The records of these cells that an earlier report holds, failures left out: they are run again."""
+    if not path.exists():
+        return []
+    wanted = set(map(identity, cells))
+    return [r for r in json.loads(path.read_text())["cells"] if r["passed"] and identity(r) in wanted]
 
 
 def write_report(path: Path, report: dict[str, Any], records: list[dict[str, Any]], total: int) -> dict[str, Any]:
@@ -469,19 +481,6 @@ def write_report(path: Path, report: dict[str, Any], records: list[dict[str, Any
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps({**report, "counts": counts, "cells": records}, indent=1) + "\n")
     return counts
-
-
-def environment() -> dict[str, Any]:
-    """Machine and versions."""
-    from specdec.cost import processor
-
-    return {
-        "machine": processor(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,  # with the build, which the package's metadata leaves out
-        **{name: version(name) for name in ("specdec-kernels", "transformers")},
-    }
 
 
 if __name__ == "__main__":
