@@ -2,7 +2,8 @@
 #
 #   make demo                         the main job on a real model that comes with the package
 #   make test                         the tests that CI runs (test-slow, test-gpu, test-oldest: the others)
-#   make exactness                    the whole grid of equality with plain decoding; hours
+#   make exactness                    the whole grid of equality with plain decoding; hours (EXACTNESS_ARGS=--resume
+#                                     goes on with a stopped run)
 #   make bench  make lint  make clean
 #
 #   make demo PYTHON=python3.12       another Python
@@ -14,7 +15,7 @@ VENV      ?= .venv
 PIP_FLAGS ?= -qq
 TORCH     ?= $(shell cat $(VENV)/torch 2>/dev/null || sed -n 's/^\(torch==[^ ;]*\).*/\1/p' constraints.txt)
 PROMPT    ?= Explain in three sentences why the sky is blue.
-EXACTNESS ?= $(PY) -m specdec.evaluation.exactness --out bench/results/exactness.json
+EXACTNESS ?= $(PY) -m specdec.evaluation.exactness --out bench/results/exactness.json $(EXACTNESS_ARGS)
 DEMO      ?= $(VENV)/bin/specdec generate "$(PROMPT)" --max-new-tokens 96 \
           && $(VENV)/bin/specdec compare --methods ar,sd,eagle3,talon --limit 2 --max-new-tokens 48
 

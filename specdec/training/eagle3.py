@@ -207,6 +207,7 @@ class Eagle3Trainer(Trainer):
         target = store.target
         draft_ids = head.t2d.nonzero()[:, 0]
         self.teacher_weight = target.get_output_embeddings().weight.detach()[draft_ids].float()
+        self.decay = _Decay(self.schedule, Path(self.args.output_dir) / "decay", options)
         self.tokens_seen = 0
 
     def create_scheduler(self, num_training_steps: int, optimizer: Any = None) -> Any:
@@ -278,6 +279,12 @@ class _Decay(TrainerCallback):
         self.started = time.time()
         self.ends: deque[float] = deque(maxlen=50)
         """When the latest steps ended: recording makes the first epoch slower than the others."""
+        self.anew = False
+        """The run goes on from before a decay: it is to be trained further, not to end as that one did."""
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if self.anew:
+            self.schedule.decay_from = None
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.ends.append(time.time())
@@ -359,6 +366,7 @@ def _fit(trainer: Eagle3Trainer, out: Path, resume: bool | Path) -> Path:
     if last is None:
         (out / "curve.jsonl").unlink(missing_ok=True)
         trainer.evaluate()
+    trainer.decay.anew = last is not None and Path(last).name == BEFORE_DECAY
     trainer.train(resume_from_checkpoint=last)
     found = get_last_checkpoint(str(out))
     assert found is not None, "the trainer saves at the end of every run"
@@ -451,6 +459,6 @@ def _trainer(
     )
     trainer = Eagle3Trainer(head, store, heldout, options, args=arguments, train_dataset=dataset, eval_dataset=dataset)
     trainer.add_callback(_Curve(out / "curve.jsonl", trainer))
-    trainer.add_callback(_Decay(trainer.schedule, out / "decay", options))
+    trainer.add_callback(trainer.decay)
     trainer.add_callback(_Checkpoints(head, trainer.schedule))
     return trainer

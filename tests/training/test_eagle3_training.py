@@ -83,6 +83,16 @@ def test_the_decay_can_be_asked_for(target, tokenizer, text, features, small_run
     assert last.name == f"checkpoint-{1 + options.decay_steps}"
 
 
+def test_a_finished_run_goes_on_from_before_its_decay(target, tokenizer, text, features, small_run, tmp_path):
+    """The decay was saved with that checkpoint, so the longer run ended where the first one had."""
+    options = vars(small_run)
+    first, longer = Eagle3Options(**options), Eagle3Options(**options | {"max_steps": 2 * options["max_steps"]})
+    train_eagle3(target, tokenizer, text, tmp_path / "run", first, features=features)
+    start = tmp_path / "run/before-decay"
+    last = train_eagle3(target, tokenizer, text, tmp_path / "on", longer, features=features, resume=start)
+    assert last.name == f"checkpoint-{longer.max_steps}"
+
+
 def test_schedule():
     schedule = WarmupStableDecay(warmup_steps=4, decay_steps=10, floor=0.1)
     assert [schedule(step) for step in (0, 1, 3, 4, 500)] == [0.25, 0.5, 1.0, 1.0, 1.0]
