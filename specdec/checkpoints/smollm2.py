@@ -52,7 +52,7 @@ def smollm2_folder(cache_dir: str | Path | None = None) -> Path:
 
     Raises:
         FileNotFoundError: the package that carries the weights is not installed.
-        ValueError: its file is not the expected one.
+        ValueError: its file is not the expected one, or the cache takes no folder.
     """
     root = Path(cache_dir) if cache_dir is not None else cache_root()
     folder = root / FOLDER_NAME
@@ -60,8 +60,14 @@ def smollm2_folder(cache_dir: str | Path | None = None) -> Path:
         return folder
     source = find_gguf()
     verify_checksum(source, GGUF_SHA256)
-    root.mkdir(parents=True, exist_ok=True)
-    draft = Path(tempfile.mkdtemp(prefix=f".{FOLDER_NAME}.", dir=root))
+    try:
+        root.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f".{FOLDER_NAME}.", dir=root))
+    except OSError as error:
+        raise ValueError(
+            f"the default model's weights (540 MB) are unpacked into {root}, which takes no folder: {error.strerror}; "
+            "name another place with XDG_CACHE_HOME"
+        ) from error
     try:
         convert_llama_gguf(source, draft)
         draft.chmod(0o755)  # mkdtemp and safetensors write for the owner alone; a shared cache must stay readable

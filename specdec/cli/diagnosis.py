@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import torch
 from huggingface_hub.constants import HF_HUB_CACHE
+from specdec_kernels import _native
 from transformers.models.llama.modeling_llama import LlamaModel
 
 from specdec import cost
@@ -112,10 +114,11 @@ def _release(text: str) -> tuple[int, ...]:
 
 def _ops() -> dict[str, str]:
     dialect = "cache" if "cache" in inspect.signature(LlamaModel.forward).parameters else "past_key_values"
-    triton = "installed, but no kernel of this package uses it yet" if find_spec("triton") else "not installed"
+    native = f"C++, {_native.reason}" if _native.library else f"plain torch; the C++ ops are {_native.reason}"
+    triton = "its kernels run on a CUDA device" if find_spec("triton") else "not installed: no fused ops on a GPU"
     return {
-        "ops": "plain torch (specdec_kernels.reference); no native ops are built in this release",
-        "triton": triton,
+        "ops on the CPU": native,
+        "triton": triton if torch.cuda.is_available() or not find_spec("triton") else f"{triton}; none here",
         "transformers dialect": f"its cache argument is {dialect!r}; either works, specdec brings a cache of its own",
     }
 
@@ -168,7 +171,8 @@ def _about_cost(lm: CausalLM, drafter: Drafter | None, remeasure: bool) -> tuple
         return {}, None
     path = cost.curve_path(lm, drafter)
     if remeasure:
-        path.unlink(missing_ok=True)
+        with suppress(OSError):  # none there, or a folder that takes no file
+            path.unlink()
     curve = cost.cached_curve(lm, drafter)
     told: dict[str, Any] = {
         "file": str(path),

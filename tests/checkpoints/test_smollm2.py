@@ -131,3 +131,12 @@ def test_greedy_text_is_fluent(folder):
     prompt = tokenizer.apply_chat_template(message, add_generation_prompt=True, return_tensors="pt", return_dict=True)
     made = model.generate(**prompt, max_new_tokens=12, do_sample=False)[0, prompt["input_ids"].shape[1] :]
     assert "Paris" in tokenizer.decode(made)
+
+
+@pytest.mark.parametrize("root", ["/proc/nope", "/dev/null"])
+def test_a_cache_that_takes_no_folder_is_named(monkeypatch, tmp_path, root) -> None:
+    """The error was "/proc/nope: No such file or directory", of which nobody had spoken."""
+    monkeypatch.setattr(smollm2, "find_gguf", lambda: tmp_path)
+    monkeypatch.setattr(smollm2, "verify_checksum", lambda *_: None)
+    with pytest.raises(ValueError, match=f"{root}.* takes no folder.*XDG_CACHE_HOME"):
+        smollm2.smollm2_folder(Path(root))
