@@ -4,7 +4,7 @@
 #   make test                         the tests that CI runs (test-slow, test-gpu, test-oldest: the others)
 #   make exactness                    the whole grid of equality with plain decoding; hours (EXACTNESS_ARGS=--resume
 #                                     goes on with a stopped run)
-#   make bench  make lint  make clean
+#   make bench  make bench-ops  make lint  make clean
 #
 #   make demo PYTHON=python3.12       another Python
 #   make demo TORCH=torch==2.14.1     another torch; PIP_TORCH_ARGS="--index-url ..." for another index, such as
@@ -33,7 +33,7 @@ chosen := $(filter command environment,$(firstword $(origin TORCH)) $(firstword 
 MAKEFLAGS += --no-print-directory
 .SUFFIXES:
 .DELETE_ON_ERROR:
-.PHONY: demo test test-interpret test-slow test-gpu test-oldest run-oldest exactness kernel-table figures bench lint format clean FORCE
+.PHONY: demo test test-interpret test-slow test-gpu test-oldest run-oldest exactness kernel-table figures bench bench-ops lint format clean FORCE
 
 demo: $(VENV)/.demo
 	@$(DEMO)
@@ -68,6 +68,10 @@ kernel-table: $(VENV)/.dev
 # The figures that README and docs show, from the files under bench/results/.
 figures: $(VENV)/.dev
 	@$(PY) bench/figures.py
+
+# The ops against what they replace on this CPU, which should be idle: bench/results/ops-cpu.json.
+bench-ops: $(VENV)/.dev
+	@$(PY) bench/ops_table.py $(BENCH_ARGS)
 
 bench: $(VENV)/.dev
 	@$(PYTEST) bench --benchmark-only $(PYTEST_ARGS)

@@ -9,7 +9,7 @@ from numbers import Integral, Real
 from typing import Any
 
 import torch
-from specdec_kernels import gumbel, perturbed_argmax, sample_tokens
+from specdec_kernels import greedy_tokens, gumbel, sample_tokens
 from torch import Tensor
 
 
@@ -35,18 +35,9 @@ class Noise:
         """[B, M, V] fp32 for absolute positions [B, M]."""
         return gumbel(self.seeds, int(stream), positions, vocab)
 
-    def draw(self, logits: Tensor, stream: Stream, positions: Tensor, levels: int | None = None) -> Tensor:
-        """One token per node from processed logits [B, M, V]: [B, M], -1 where no logit is usable.
-
-        With `levels`, the positions [B, M] must lie within that many from column 0's on, as those of a tree do: its
-        noise is then made once for a level, not once for a node.
-        """
-        if levels is None or levels >= positions.shape[1]:
-            return sample_tokens(logits, self.seeds, int(stream), positions)
-        first = positions[:, :1]
-        table = self.gumbel(stream, first + torch.arange(levels, device=first.device), logits.shape[-1])
-        noise = table.gather(1, (positions - first)[..., None].expand_as(logits))
-        return perturbed_argmax(logits, noise)
+    def draw(self, logits: Tensor, stream: Stream, positions: Tensor) -> Tensor:
+        """One token per node from processed logits [B, M, V]: [B, M], -1 where no logit is usable."""
+        return sample_tokens(logits, self.seeds, int(stream), positions)
 
 
 @dataclass(frozen=True)
@@ -90,19 +81,18 @@ class Sampler:
         noise: Noise,
         positions: Tensor,
         stream: Stream = Stream.TARGET,
-        levels: int | None = None,
     ) -> Tensor:
         """The token after each node.
 
         Args:
             logits: [B, M, V] raw logits.
-            positions: [B, M] absolute position of the token that is drawn; levels: see `Noise.draw`.
+            positions: [B, M] absolute position of the token that is drawn.
         Returns:
             [B, M] int64; equal maxima go to the lowest id; -1 where the logits hold a NaN or no finite value.
         """
         if self.greedy:
-            return perturbed_argmax(logits)
-        return noise.draw(self.process(logits), stream, positions, levels)
+            return greedy_tokens(logits)
+        return noise.draw(self.process(logits), stream, positions)
 
 
 def _is_number(value: Any) -> bool:

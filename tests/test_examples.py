@@ -12,9 +12,12 @@ import pytest
 from oracle.folders import save_tiny
 
 from specdec.checkpoints.smollm2 import smollm2_folder
+from specdec.evaluation.exactness import greedy_reference, random_draft, random_target
 from specdec.loading import PRESETS, Preset
 
-EXAMPLES = sorted((Path(__file__).resolve().parents[1] / "docs" / "examples").glob("*.py"))
+FOLDER = Path(__file__).resolve().parents[1] / "examples"
+FOREIGN = FOLDER / "foreign_decoder.py"  # takes arguments, so it has tests of its own
+EXAMPLES = sorted(set(FOLDER.glob("*.py")) - {FOREIGN})
 SHOWN = {
     "quickstart.py": "lossless: True",
     "stream.py": "target passes",
@@ -47,6 +50,30 @@ def test_example_on_the_preset(path: Path) -> None:
     done = subprocess.run([sys.executable, str(path)], capture_output=True, text=True, timeout=280, env=os.environ)
     assert done.returncode == 0, done.stderr
     assert SHOWN[path.name] in done.stdout
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_a_decoder_that_is_not_ours(family: str, one_thread) -> None:
+    """The ops alone make a TALON decoder, whose text is that of transformers' generate."""
+    foreign = runpy.run_path(str(FOREIGN))
+    model = random_target(family)
+    prompt = [3, 5, 8, 1]
+    expected = greedy_reference(model, prompt, 40)
+    pair = [foreign["CachedLM"](one, entries=128) for one in (model, random_draft(model, 1))]
+    ids, passes = foreign["generate"](*pair, prompt, 40)
+    assert ids == expected
+    assert passes < 30
+
+
+def test_a_decoder_that_is_not_ours_is_short_and_knows_nothing_of_specdec(tmp_path) -> None:
+    source = FOREIGN.read_text()
+    assert len(source.splitlines()) < 80
+    assert "specdec" not in source.replace("specdec_kernels", "").replace("not specdec's", "")
+    folders = save_tiny(tmp_path)
+    command = [sys.executable, str(FOREIGN), str(folders.target), str(folders.draft), "abc"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert "passes of the target" in done.stdout
 
 
 def test_a_growth_policy_is_short() -> None:

@@ -9,6 +9,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from specdec_kernels import confidence_gate
 
 from specdec.draft import draft
 from specdec.growth.chain import Chain
@@ -16,7 +17,7 @@ from specdec.growth.eagle2 import Eagle2
 from specdec.growth.talon import Talon
 from specdec.rows import Rows
 from specdec.stats import Stopwatch
-from specdec.tree import Layer
+from specdec.tree import DraftTree, Layer
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 NAN, INF = float("nan"), float("inf")
@@ -39,8 +40,12 @@ class Table:
         return row
 
     def logprobs(self, seed: int, path: tuple[int, ...]) -> np.ndarray:
-        """fp32, as the policies have them; NaN where nothing is known."""
-        return torch.log_softmax(torch.tensor(self.logits(seed, path)), -1).numpy()
+        """fp32, to the last bit as the policies have them; -inf where nothing is known."""
+        row, room = torch.tensor(self.logits(seed, path)), torch.tensor([self.vocab_size])
+        _, token, score, count = confidence_gate(row[None, None], torch.zeros(1, 1), 0.0, room, self.vocab_size)
+        logprobs = np.full(self.vocab_size, -INF, np.float32)
+        logprobs[token[0, : int(count)]] = score[0, : int(count)]
+        return logprobs
 
     def expand(self, rows, tree, nodes):
         self.widths.append(nodes.shape[1])
@@ -78,8 +83,6 @@ def grown(growth, table: Table, new: int = 200):
 def children(table: Table, seed: int, path, score) -> list[tuple[tuple[int, ...], float]]:
     """All children that have a probability, in token order."""
     logprobs = table.logprobs(seed, path)
-    if np.isnan(logprobs).any():
-        return []
     pool = [((*path, token), float(np.float32(score) + logprob)) for token, logprob in enumerate(logprobs)]
     return [(child, path_score) for child, path_score in pool if path_score > -INF]
 
@@ -285,3 +288,16 @@ def test_the_paper_defaults() -> None:
         None,
     )
     assert (Eagle2().budget, Eagle2().top_k, Eagle2().depth) == (60, 10, 8)
+
+
+def test_the_rerank_takes_no_padding() -> None:
+    """Columns that exist in another row have the score 0, the best of all; a row with its root alone took them."""
+    tree = DraftTree(torch.tensor([5, 6]), capacity=8)
+    column = torch.arange(4).expand(2, 4)
+    one = torch.zeros(2, 4, dtype=torch.long)
+    score = torch.tensor([[-1.0, -2.0, -3.0, -4.0]]).expand(2, 4)
+    tree.append(Layer(one, column + 10, score, torch.tensor([0, 4]), column, torch.tensor([0, 4])), lambda ids: ids)
+    finished = Eagle2(budget=3, top_k=4).finish(tree)
+    assert finished.count.tolist() == [1, 3]
+    assert finished.tokens[1].tolist() == [6, 10, 11]
+    assert finished.parents[0].tolist() == [-1, -1, -1]

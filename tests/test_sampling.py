@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from oracle import plain
 from transformers import TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
@@ -58,17 +56,6 @@ def test_draws_equal_the_oracle(sampler: Sampler) -> None:
                 expected = plain.warp(expected, sampler.temperature, sampler.top_k, sampler.top_p)
                 expected = expected + plain.gumbel(seeds[row], 0, positions[row][node], 97)
             assert drawn[row, node] == int(np.argmax(expected))
-
-
-@given(st.lists(st.integers(0, 4), min_size=1, max_size=12), st.integers(0, 50))
-def test_noise_made_by_level_is_the_noise_made_by_node(depths: list[int], first: int) -> None:
-    """Siblings share a position and so their noise; making it once a level must not change a single draw."""
-    depths = [0, *depths]
-    positions = first + torch.tensor([depths, [0, *reversed(depths[1:])]])
-    scores = logits(2 * len(depths), 13).view(2, len(depths), -1)
-    noise = Noise(torch.tensor([1, 2]))
-    by_level = Sampler(1.0).draw(scores, noise, positions, levels=5)
-    assert torch.equal(by_level, Sampler(1.0).draw(scores, noise, positions))
 
 
 @pytest.mark.parametrize("sampler", [Sampler(), Sampler(1.0), Sampler(0.7, 2, 0.9)], ids=repr)

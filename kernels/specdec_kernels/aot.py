@@ -10,12 +10,23 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-OPS = ("verify_walk",)
+OPS = (
+    "verify_walk",
+    "rejection_walk",
+    "kv_commit",
+    "topk_logprobs",
+    "confidence_gate",
+    "merge_attention",
+    "tree_attention",
+    "margin_scan",
+    "trust_walk",
+    "sample_tokens",
+)
 TARGETS = {
     "sm_80": ("cuda", 80, 32),
     "sm_90": ("cuda", 90, 32),
@@ -36,6 +47,10 @@ class Variant:
         constants: the constexpr arguments.
         num_warps, num_stages: launch options.
         wide_loads: the kernel streams much data and has to do so in 128-bit loads.
+        targets: constants and launch options that differ on a target: {"gfx942": {"BLOCK_N": 32, "num_stages": 1}}.
+        grid: how many programs the C library starts: up to three expressions over the run-time integers, the constants
+            and `cdiv`. Other names in them (`rows`) become arguments of the entry point, behind the kernel's own.
+            Without a grid the kernel has no entry point.
     """
 
     name: str
@@ -45,6 +60,14 @@ class Variant:
     num_warps: int = 4
     num_stages: int = 2
     wide_loads: bool = False
+    grid: tuple[str, ...] = ()
+    targets: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+
+    def on(self, target: str) -> Variant:
+        """With what `targets` says for this one."""
+        own = dict(self.targets.get(target, {}))
+        options = {name: own.pop(name) for name in ("num_warps", "num_stages") if name in own}
+        return replace(self, constants={**self.constants, **own}, **options)
 
 
 @dataclass(frozen=True)
@@ -71,6 +94,7 @@ def compile_for(variant: Variant, target: str) -> Any:
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
+    variant = variant.on(target)
     names = variant.kernel.arg_names
     missing = set(names) ^ {*variant.arguments, *variant.constants}
     if missing:

@@ -107,7 +107,7 @@ def verify_walk(tokens: Tensor, parents: Tensor, count: Tensor, chosen: Tensor) 
     """
     if tokens.shape[-1] > MAX_NODES:
         raise ValueError(f"verify_walk: {tokens.shape[-1]} nodes; expected at most {MAX_NODES}")
-    return _op(tokens, parents, count, chosen)
+    return (_cpu if _native.direct(tokens) else _op)(tokens, parents, count, chosen)
 
 
 VARIANTS = [
@@ -121,5 +121,6 @@ VARIANTS = [
         },
         {"BLOCK": 64},
         num_warps=1,
+        grid=("rows",),
     )
 ]

@@ -8,11 +8,12 @@ from typing import Annotated, Any
 
 import typer
 
+from specdec.cli import bench, train
 from specdec.cli import options as cli
-from specdec.cli import train
 
 app = typer.Typer(cls=cli.Commands, no_args_is_help=True, pretty_exceptions_enable=False, add_completion=False)
 app.add_typer(train.app, name="train")
+app.add_typer(bench.app, name="bench")
 
 
 @app.callback()

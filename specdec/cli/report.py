@@ -6,6 +6,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
+from itertools import groupby, takewhile
 from typing import Any, TextIO
 
 import typer
@@ -155,6 +156,56 @@ def _identical(row: Mapping[str, Any]) -> str:
         return "–"
     ties = f", {row['ties']} tie{'s' if row['ties'] > 1 else ''}" if row["ties"] else ""
     return f"yes{ties}" if row["identical"] else "[red]no[/red]"
+
+
+# --- bench -----------------------------------------------------------------------------------------------------------
+
+
+def print_bench(found: Mapping[str, Any]) -> None:
+    """The rows of a bench of ops, a table for each set of peers."""
+    console = _stdout()
+    machine, wrong, notes = found["machine"], found["wrong"], found["notes"]
+    on_cpu = machine["device"] == "cpu"
+    console.print(
+        f"{machine['processor'] if on_cpu else machine['device']}, {machine['threads']} thread(s), torch "
+        f"{machine['torch']}, load average {machine['load_average']}; milliseconds, "
+        f"{'least of many (median)' if on_cpu else 'median, in a CUDA graph with cold L2'}; × how many times ours",
+        style="dim",
+        soft_wrap=True,
+    )
+    for peers, group in groupby(found["rows"], key=bench_peers):
+        rows = list(group)
+        shape = bench_shape(rows[0])
+        names = ["ours", *(name for peer in peers for name in (peer, "×")), *(() if on_cpu else ("limit", "×"))]
+        table = _table(*shape, *names, right=range(len(shape), len(shape) + len(names)))
+        for row in rows:
+            cells = [f"{row[name]:g}" if isinstance(row[name], float) else str(row[name]) for name in shape]
+            cells.append(_ms(row, "ours", on_cpu))
+            for peer in peers:
+                cells += [_ms(row, peer, on_cpu), f"{row[f'ratio_{peer}']:.1f}"]
+            if not on_cpu:
+                cells += [f"{row['limit_ms']:.4f}", f"{row['times_limit']:.1f}"]
+            table.add_row(*cells)
+        console.print(table)
+    for line in notes:
+        console.print(line, style="dim", markup=False)
+    for line in wrong:
+        stderr.print(f"wrong: {line}", style="red", markup=False)
+
+
+def bench_peers(row: Mapping[str, Any]) -> tuple[str, ...]:
+    return tuple(name.removeprefix("ratio_") for name in row if name.startswith("ratio_"))
+
+
+def bench_shape(row: Mapping[str, Any]) -> list[str]:
+    """The names of what describes the shape: all before the times."""
+    return list(takewhile(lambda name: name != "bytes", row))
+
+
+def _ms(row: Mapping[str, Any], name: str, on_cpu: bool) -> str:
+    if on_cpu:
+        return f"{row[f'{name}_ms']:.3f} ({row[f'{name}_median_ms']:.3f})"
+    return f"{row[f'{name}_ms']:.4f}"
 
 
 # --- methods and doctor ----------------------------------------------------------------------------------------------

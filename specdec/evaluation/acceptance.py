@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,31 +50,26 @@ def acceptance(
 
 
 def rank_counts(rounds: Sequence[Round], ranks: int = 10) -> tuple[int, list[int]]:
-    """How often the target's token was the b-th best child of a node that it reached.
+    """How often the target's token was the b-th best child of the root.
+
+    Of the root alone: it has its children in every context, a deeper node many only where the draft is unsure.
 
     Returns:
-        How many nodes with at least `ranks` children were reached, and for each b how often child b was the accepted
-        one. Only nodes with that many children count: in a narrower one a missing child would look like a refused one.
+        How many roots had at least `ranks` children, and for each b how often child b was the accepted one. In a
+        narrower tree a missing child would look like a refused one.
     """
     visits, taken = 0, [0] * ranks
     for round_ in rounds:
-        for node, following in _steps(round_):
-            children = [i for i, parent in enumerate(round_.tree["parents"]) if parent == node and i]
-            if len(children) < ranks:
-                continue
-            visits += 1
-            if following is not None:
-                best_first = sorted(children, key=lambda i: (-round_.tree["scores"][i], i))
-                rank = best_first.index(following)
-                if rank < ranks:
-                    taken[rank] += 1
+        children = [i for i, parent in enumerate(round_.tree["parents"]) if parent == 0 and i]
+        if len(children) < ranks:
+            continue
+        visits += 1
+        if round_.path:
+            best_first = sorted(children, key=lambda i: (-round_.tree["scores"][i], i))
+            rank = best_first.index(round_.path[0])
+            if rank < ranks:
+                taken[rank] += 1
     return visits, taken
-
-
-def _steps(round_: Round) -> Iterator[tuple[int, int | None]]:
-    """(node, accepted child or None) from the root down."""
-    path = [0, *round_.path]
-    yield from zip(path, [*path[1:], None], strict=True)
 
 
 def main() -> None:

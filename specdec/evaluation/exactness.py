@@ -412,9 +412,7 @@ def preset_bench(preset: str, prompts: Sequence[str]) -> Bench:
 def main(
     out: Annotated[Path, typer.Option(help="Where the report goes (JSON); rewritten after every cell.")],
     quick: Annotated[bool, typer.Option(help="A few tree sizes and prompts: minutes instead of hours.")] = False,
-    prompts: Annotated[
-        Path | None, typer.Option(help="JSON lines; default: 20 prompts of our own.")
-    ] = None,
+    prompts: Annotated[Path | None, typer.Option(help="JSON lines; default: 20 prompts of our own.")] = None,
     preset: Annotated[str, typer.Option(help="The real model; '' leaves it out.")] = "smollm2",
     resume: Annotated[bool, typer.Option(help="Keep what the report holds and passed; run the rest.")] = False,
 ) -> None:

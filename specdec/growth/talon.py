@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 import torch
-from specdec_kernels import confidence_gate
+from specdec_kernels import confidence_gate, topk_logprobs
 from torch import Tensor
 
 from specdec.sampling import Noise
@@ -56,15 +56,17 @@ class Talon:
         return self.budget
 
     def grow(self, tree: DraftTree, nodes: Tensor, logits: Tensor, noise: Noise) -> Layer:
-        parent_scores = torch.where(nodes >= 0, tree.scores.gather(1, nodes.clamp(min=0)), float("-inf"))
         left = self.budget - tree.count
-        width = min(self.budget - 1, logits.shape[1] * logits.shape[2])
-        if tree.depth < self.init_layers:
-            width = min(width, self.top_k)
-            gated = confidence_gate(logits, parent_scores, 0.0, left.clamp(max=width), width)
+        ungated = tree.depth < self.init_layers
+        if ungated and tree.depth == 0:  # one parent whose score is 0: the order that the gate would give, for less
+            width = min(self.budget - 1, self.top_k, logits.shape[2])
+            score, token = (x.flatten(1) for x in topk_logprobs(logits, width))
+            at, count = torch.zeros_like(token), (score > -math.inf).sum(-1)
         else:
-            gated = confidence_gate(logits, parent_scores, self.mu, left, width)
-        at, token, score, count = gated
+            width = min(self.budget - 1, logits.shape[1] * logits.shape[2], self.top_k if ungated else self.budget)
+            parent_scores = torch.where(nodes >= 0, tree.scores.gather(1, nodes.clamp(min=0)), float("-inf"))
+            mu = 0.0 if ungated else self.mu
+            at, token, score, count = confidence_gate(logits, parent_scores, mu, left, width)
         if self.min_probability:
             likely = (score >= math.log(self.min_probability)).sum(-1)
             count = torch.minimum(count, likely.clamp(min=1 if tree.depth == 0 else 0))

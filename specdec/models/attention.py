@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+from functools import cached_property
+
 import torch
 import torch.nn.functional as F
+from specdec_kernels import ancestor_words, tree_attention
+from specdec_kernels._lang import INTERPRETED
 from torch import Tensor
 
 from specdec.models.cache import KVCache
 from specdec.tree import Placement
+
+_FUSED_PENDING = 128  # more pending tokens are a prefill: their words would outweigh the mask
 
 
 class Step:
@@ -55,6 +61,7 @@ class Step:
         self._entries = slice(first, first + pending + width) if contiguous else torch.cat(entries, dim=1)
         self._seen = torch.cat(seen, dim=1).clamp(min=0)
         self._masks: dict[int | None, Tensor | None] = {}
+        self._fused = (root.is_cuda or INTERPRETED) and pending <= _FUSED_PENDING
 
     def mask(self, window: int | None = None) -> Tensor | None:
         """[B, 1, P + W, end] bool, True = visible; None where everything is. `window` counts positions, not entries."""
@@ -85,8 +92,10 @@ class Step:
     ) -> Tensor:
         """Caches key and value [B, T, kv_heads, d], then attends with query [B, T, heads, d]: [B, T, heads * d]."""
         self.cache.write(layer, self._entries, key, value)
-        keys, values = self.cache.read(layer, self.end)
         rows, queries, heads, dim = query.shape
+        if self._fused and 16 <= dim <= 256:
+            return self._attend_fused(layer, query, scale, window).reshape(rows, queries, heads * dim)
+        keys, values = self.cache.read(layer, self.end)
         groups = heads // key.shape[2]
         # the query heads that share a key head become rows of one product, so no key is repeated
         folded = (
@@ -97,3 +106,41 @@ class Step:
             mask = mask.repeat(1, 1, groups, 1)
         out = F.scaled_dot_product_attention(folded, keys, values, attn_mask=mask, scale=scale)
         return out.view(rows, -1, groups, queries, dim).permute(0, 3, 1, 2, 4).reshape(rows, queries, heads * dim)
+
+    def _attend_fused(self, layer: int, query: Tensor, scale: float, window: int | None) -> Tensor:
+        keys, values = self.cache.planes(layer)
+        prefix, words, depths, slot_depths = self._stream
+        return tree_attention(
+            query,
+            keys,
+            values,
+            prefix,
+            words,
+            slot_depths.shape[1],
+            scale=scale,
+            window=window,
+            depths=depths,
+            slot_depths=slot_depths,
+        )[0]
+
+    @cached_property
+    def _stream(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """What this pass is to `tree_attention`: pending ids are the first slots, a chain; the tree hangs on the last.
+
+        prefix [B]: negative where a row is shorter than what is pending; words; depths [B, T] of the queries and
+        [B, slots] of the slots, counted from the prefix.
+        """
+        pending = self.pending or 1  # without pending ids the root, which is cached, is the chain
+        rows, width = self.root.shape[0], self.positions.shape[1] - self.pending
+        chain = torch.ones(pending, pending, dtype=torch.bool, device=self.root.device).tril().expand(rows, -1, -1)
+        prefix = self.root - pending + 1
+        depths = slot_depths = torch.arange(pending, device=self.root.device).expand(rows, -1)
+        if self.tree is None:
+            return prefix, ancestor_words(chain), depths, slot_depths
+        below = self.tree.visible[..., 1:]
+        visible = torch.cat((below.new_ones(rows, width, pending), below), dim=2)
+        if self.pending:
+            visible = torch.cat((F.pad(chain, (0, below.shape[2])), visible), dim=1)
+        depths = self.positions - prefix[:, None]
+        slot_depths = torch.cat((slot_depths, self.tree.slot_depths[:, 1:] + pending - 1), dim=1)
+        return prefix, ancestor_words(visible), depths, slot_depths

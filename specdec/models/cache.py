@@ -51,6 +51,10 @@ class KVCache:
             self.data[self.layers + layer, :, :end].transpose(1, 2),
         )
 
+    def planes(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of all entries [B, entries + 1, kv_heads, head_dim], views."""
+        return self.data[layer], self.data[self.layers + layer]
+
     def commit(self, source: Tensor, start: Tensor, count: Tensor) -> None:
         """Moves entries `source` [B, M] to `start` [B] onwards, the first `count` [B] of them."""
         kv_commit(self.data, source, start, count)

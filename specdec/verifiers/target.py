@@ -33,7 +33,7 @@ class TargetVerifier:
         placement = tree.whole() if tree.size > 1 else None
         logits, span = self.target.forward(rows, placement)
         positions = rows.length[:, None] + tree.depths
-        chosen = sampler.draw(logits, rows.noise, positions, levels=tree.depth + 1)
+        chosen = sampler.draw(logits, rows.noise, positions)
         path, length, bonus = verify_walk(tree.tokens, tree.parents, tree.count, chosen)
         path = path[:, : tree.depth]
         return Verdict(path, length, bonus, span and on_path(span, path, tree.size))

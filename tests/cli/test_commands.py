@@ -23,7 +23,8 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_help_does_not_wait_for_torch() -> None:
     code = (
         "import sys; from typer.testing import CliRunner; from specdec.cli import app\n"
-        "for line in ([], ['generate'], ['compare'], ['methods'], ['doctor'], ['train'], ['train', 'eagle3']):\n"
+        "names = 'generate', 'compare', 'methods', 'doctor', 'train', 'train eagle3', 'bench', 'bench margin'\n"
+        "for line in ([], *map(str.split, names)):\n"
         "    done = CliRunner().invoke(app, [*line, '--help'])\n"
         "    assert done.exit_code == 0 and 'Usage' in done.output, done.output\n"
         "print(*({'torch', 'transformers', 'numpy'} & set(sys.modules)))"

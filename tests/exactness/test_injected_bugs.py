@@ -20,7 +20,6 @@ from specdec_kernels import verify_walk
 
 import specdec.verifiers.target as target_verifier
 from specdec.drafters.eagle3 import Eagle3Drafter
-from specdec.growth.eagle2 import Eagle2
 from specdec.growth.talon import Talon
 from specdec.models.attention import Step
 from specdec.models.cache import KVCache
@@ -96,8 +95,8 @@ def placed(**changes: Callable) -> Callable:
 def walked(change: Callable) -> Callable:
     """A patch of the walk: `change(path, length, bonus, chosen) -> (path, length, bonus)`."""
 
-    def walk(original, tokens, parents, count, chosen, lineage=None):
-        return change(*verify_walk(tokens, parents, count, chosen, lineage), chosen)
+    def walk(original, tokens, parents, count, chosen):
+        return change(*verify_walk(tokens, parents, count, chosen), chosen)
 
     return wrap(target_verifier, "verify_walk", walk)
 
@@ -164,12 +163,6 @@ def one_eos(cut, stopping, before, emitted):
     return cut(replace(stopping, eos=frozenset()), before, emitted)
 
 
-def padding_ranks_first(finish, growth, tree):
-    """The rerank saw the score 0 of columns that do not exist."""
-    tree.count = torch.full_like(tree.count, tree.size)
-    return finish(growth, tree)
-
-
 def window_over_entries(mask, step, window):
     """D13: a sliding window that counts cache entries, of which siblings take one each, instead of positions."""
     if step.tree is None or window is None:
@@ -231,14 +224,13 @@ BUGS: dict[str, tuple[Callable, Callable]] = {
         greedy,
     ),
     "the cache advances by the longest row": (committed(longest_row), batch_text),
-    "padding wins the rerank": (wrap(Eagle2, "finish", padding_ranks_first), rerank_text),
     "the window counts entries": (wrap(Step, "_mask", window_over_entries), mistral),
     "no window": (wrap(Step, "_mask", lambda mask, step, window: mask(step, None)), mistral),
     "noise by node instead of position": (
         wrap(
             Noise,
             "draw",
-            lambda draw, noise, logits, stream, positions, levels=None: draw(
+            lambda draw, noise, logits, stream, positions: draw(
                 noise, logits, stream, positions[:, :1] + torch.arange(positions.shape[1])
             ),
         ),
@@ -248,7 +240,7 @@ BUGS: dict[str, tuple[Callable, Callable]] = {
         wrap(
             Noise,
             "draw",
-            lambda draw, noise, logits, stream, positions, levels=None: draw(
+            lambda draw, noise, logits, stream, positions: draw(
                 noise, logits, stream, positions + (positions.shape[1] > 1)
             ),
         ),

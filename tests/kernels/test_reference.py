@@ -13,16 +13,14 @@ from hypothesis import strategies as st
 from oracle import plain
 from specdec_kernels import (
     ancestors,
-    confidence_gate,
     gumbel,
     kv_commit,
     philox,
     reference,
     sample_tokens,
-    topk_logprobs,
     verify_walk,
 )
-from specdec_kernels.reference import ordered_topk
+from specdec_kernels.reference import confidence_gate, ordered_topk, topk_logprobs
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 INF, NAN = float("inf"), float("nan")
@@ -106,6 +104,8 @@ def test_confidence_gate(logits, mu, budget, data) -> None:
         torch.tensor([logits]), torch.tensor([parents]), mu, torch.tensor([budget]), width
     )
     kept = list(zip(parent[0].tolist(), token[0].tolist(), strict=True))[: int(count)]
+    assert score[0, int(count) :].tolist() == [-INF] * (width - len(kept)), "padding"
+    assert not parent[0, int(count) :].any() and not token[0, int(count) :].any()
     assert kept == gate(torch.tensor(logits), parents, mu, budget)
     for (p, t), path in zip(kept, score[0].tolist(), strict=False):
         assert path == pytest.approx(parents[p] + torch.log_softmax(torch.tensor(logits[p]), -1)[t].item(), abs=1e-6)
