@@ -216,7 +216,7 @@ def _cpu(
     out = _fake(logits, parent_scores, mu, budget, width, normalized)
     dtype = _native.DTYPES[logits.dtype]
     _native.call(
-        "confidence_gate", *out, logits, parent_scores, budget, dtype, mu, int(normalized), *logits.shape, width
+        "confidence_gate", *out, logits, parent_scores, budget, dtype, float(mu), int(normalized), *logits.shape, width
     )
     return out
 

@@ -56,6 +56,7 @@ def test_opcheck() -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, when it compiles
 def test_compile_traces_it() -> None:
     compiled = torch.compile(verify_walk, fullgraph=True)
     assert [x.tolist() for x in compiled(*CASE)] == [x.tolist() for x in verify_walk(*CASE)]
