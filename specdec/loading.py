@@ -233,7 +233,7 @@ def _load_lm(
     source: str | Path, device: str | torch.device | None, dtype: str | torch.dtype | None, role: str
 ) -> PreTrainedModel:
     folder = _folder(source, role)
-    device = _device(device)
+    device = choose_device(device)
     if dtype is None:
         dtype = torch.float32 if device.type == "cpu" else "auto"
     else:
@@ -275,7 +275,8 @@ def _some(names: list[str], most: int = 6) -> str:
     return ", ".join(names[:most]) + more
 
 
-def _device(given: str | torch.device | None) -> torch.device:
+def choose_device(given: str | torch.device | None) -> torch.device:
+    """The device that is meant, CUDA if there is one where nothing is given; ValueError for one that cannot be used."""
     try:
         device = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if given is None else given)
     except (RuntimeError, TypeError):

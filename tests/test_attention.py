@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from oracle.models import FAMILIES, clone, prompt, tiny
 from oracle.plain import last_logits
-from oracle.scripted import tree_of
+from oracle.scripted import situations, tree_of
 
 from specdec.models.attention import Step
 from specdec.models.cache import KVCache
@@ -28,19 +28,6 @@ def attention(query, keys, values, scale: float):
         weights = (keys[:, head // groups].double() @ vector * scale).softmax(0)
         out.append(weights @ values[:, head // groups].double())
     return torch.cat(out).float()
-
-
-@st.composite
-def situations(draw):
-    """Rows of unequal length: entries cached, ids pending (the root the last of them), parents of tree nodes."""
-    rows = draw(st.integers(1, 3))
-    cached = [draw(st.integers(0, 7)) for _ in range(rows)]
-    pending = [draw(st.integers(1, 3)) for _ in range(rows)]
-    parents = []
-    for _ in range(rows):
-        size = draw(st.integers(0, 6))
-        parents.append([draw(st.integers(-1, node - 1)) for node in range(size)])
-    return cached, pending, parents
 
 
 @given(situations(), st.sampled_from([None, 1, 3, 6]), st.sampled_from([(4, 4), (4, 2), (8, 1), (7, 1)]))

@@ -9,6 +9,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from torch import Tensor
+
 try:
     import triton
     import triton.language as tl
@@ -36,6 +38,11 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 def block(n: int, least: int = 1) -> int:
     """The power of two that holds `n`: the width of a block."""
     return max(least, 1 << max(n - 1, 0).bit_length())
+
+
+def unit_stride(x: Tensor) -> Tensor:
+    """The tensor with its last dimension contiguous, as the kernels read it; the others keep their strides."""
+    return x if x.stride(-1) == 1 else x.contiguous()
 
 
 @triton.jit

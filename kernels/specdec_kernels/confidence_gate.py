@@ -20,7 +20,17 @@ import math
 
 import torch
 from specdec_kernels import _native, reference
-from specdec_kernels._lang import INTERPRETED, key_index, key_score, last_arrival, ordered, rank_key, tl, triton
+from specdec_kernels._lang import (
+    INTERPRETED,
+    key_index,
+    key_score,
+    last_arrival,
+    ordered,
+    rank_key,
+    tl,
+    triton,
+    unit_stride,
+)
 from specdec_kernels.aot import Variant
 from specdec_kernels.topk_logprobs import DTYPES, chunks_of, config, launch_normaliser
 from torch import Tensor
@@ -190,8 +200,7 @@ def launch(
 def _launched(
     logits: Tensor, parent_scores: Tensor, mu: float, budget: Tensor, width: int, normalized: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    if logits.stride(-1) != 1:
-        logits = logits.contiguous()
+    logits = unit_stride(logits)
     out = _fake(logits, parent_scores, mu, budget, width, normalized)
     if logits.numel():
         sizes = zip(workspace_size(*logits.shape, width), (torch.long, torch.long, torch.float32), strict=True)

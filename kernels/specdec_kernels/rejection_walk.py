@@ -25,7 +25,7 @@ about 0.1 TB/s, so a pass over 152,064 entries takes some 12 us and a walk with 
 
 import torch
 from specdec_kernels import _native, reference
-from specdec_kernels._lang import INTERPRETED, block, tl, triton
+from specdec_kernels._lang import INTERPRETED, block, tl, triton, unit_stride
 from specdec_kernels.aot import Variant
 from specdec_kernels.verify_walk import MAX_NODES
 from torch import Tensor
@@ -152,7 +152,7 @@ def _op(
 
 def _run(run, tokens, parents, count, p, q, coins, draw, replacement) -> Walk:
     tokens, parents, count, coins, draw = (t.contiguous() for t in (tokens, parents, count, coins, draw))
-    p, q = (t if t.stride(-1) == 1 else t.contiguous() for t in (p, q))
+    p, q = unit_stride(p), unit_stride(q)
     out = _fake(tokens, parents, count, p, q, coins, draw, replacement)
     run(*out, tokens, parents, count, p, q, coins, draw, replacement)
     return out

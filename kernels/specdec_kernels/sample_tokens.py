@@ -18,7 +18,7 @@ a token and is the longer part, some 20 us there; greedy is bound by memory. Dec
 
 import torch
 from specdec_kernels import _native, reference
-from specdec_kernels._lang import INTERPRETED, block, last_arrival, tl, triton
+from specdec_kernels._lang import INTERPRETED, block, last_arrival, tl, triton, unit_stride
 from specdec_kernels.aot import Variant
 from torch import Tensor
 
@@ -131,12 +131,8 @@ def launch(
     )  # fmt: skip
 
 
-def _rows(logits: Tensor) -> Tensor:
-    return logits if logits.stride(-1) == 1 else logits.contiguous()
-
-
 def _launched(logits: Tensor, seeds: Tensor | None, stream: int, positions: Tensor | None) -> Tensor:
-    logits, token = _rows(logits), _fake(logits, seeds, stream, positions)
+    logits, token = unit_stride(logits), _fake(logits, seeds, stream, positions)
     if token.numel():
         sizes = workspace_size(token.numel(), logits.shape[-1])
         dtypes = (torch.float32, torch.int32, torch.int32)
@@ -155,7 +151,7 @@ def _cpu(logits: Tensor, seeds: Tensor | None, stream: int, positions: Tensor | 
         return _launched(logits, seeds, stream, positions)
     if not _native.library:
         return _referred(logits, seeds, stream, positions)
-    logits, token = _rows(logits), _fake(logits, seeds, stream, positions)
+    logits, token = unit_stride(logits), _fake(logits, seeds, stream, positions)
     seeds, positions = (None if t is None else t.contiguous() for t in (seeds, positions))
     data, dtype = logits.data_ptr(), _native.DTYPES[logits.dtype]
     _native.call("sample_tokens", token, data, dtype, seeds, stream, positions, *logits.shape, *logits.stride()[:2])

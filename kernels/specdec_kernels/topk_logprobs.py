@@ -15,7 +15,17 @@ two candidates rank the same. Declines k > 16, which goes to the reference. Sour
 
 import torch
 from specdec_kernels import _native, reference
-from specdec_kernels._lang import INTERPRETED, block, key_index, key_score, last_arrival, rank_key, tl, triton
+from specdec_kernels._lang import (
+    INTERPRETED,
+    block,
+    key_index,
+    key_score,
+    last_arrival,
+    rank_key,
+    tl,
+    triton,
+    unit_stride,
+)
 from specdec_kernels.aot import Variant
 from torch import Tensor
 
@@ -142,8 +152,7 @@ def launch(logprobs: Tensor, token: Tensor, logits: Tensor, counters: Tensor, ke
 
 
 def _launched(logits: Tensor, k: int) -> tuple[Tensor, Tensor]:
-    if logits.stride(-1) != 1:
-        logits = logits.contiguous()
+    logits = unit_stride(logits)
     out = _fake(logits, k)
     if logits.numel():
         rows, vocab = logits.shape[0] * logits.shape[1], logits.shape[2]

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 from specdec_kernels import reference
-from specdec_kernels._lang import INTERPRETED
+from specdec_kernels._lang import INTERPRETED, unit_stride
 from specdec_kernels.aot import TARGETS, Variant
 from specdec_kernels.merge_attention import flash_prefix, merge_attention
 from specdec_kernels.tree_attention_kernel import arch, config, launch, tiles, tree_attention_kernel, workspace
@@ -54,7 +54,7 @@ def _fused(
     options = config(*shape, arch(query.device.index))
     if splits:
         options["splits"] = splits
-    query, keys, values = (x if x.stride(3) == 1 else x.contiguous() for x in (query, keys, values))
+    query, keys, values = map(unit_stride, (query, keys, values))
     small = (prefix, words, count, block_table, depths, slot_depths)
     contiguous: Any = (None if x is None else x.contiguous() for x in small)
     prefix, words, count, block_table, depths, slot_depths = contiguous

@@ -173,9 +173,9 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def _device(given: str | None) -> torch.device:
-    from specdec.loading import _device as chosen
+    from specdec.loading import choose_device
 
-    return chosen(given)
+    return choose_device(given)
 
 
 def _dtype(given: str | None, device: str | None) -> torch.dtype:

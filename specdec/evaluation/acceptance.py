@@ -18,7 +18,7 @@ from rich.progress import track
 
 import specdec
 from specdec.decoder import Decoder
-from specdec.evaluation.setting import machine
+from specdec.evaluation.setting import machine, read_prompts
 from specdec.stats import Output, Round
 
 
@@ -89,8 +89,7 @@ def main() -> None:
         key, value = setting.split("=", 1)
         name, option = key.split(".", 1)
         options.setdefault(name, {})[option] = json.loads(value)
-    lines = args.prompts.read_text(encoding="utf-8").splitlines()[: args.limit]
-    prompts = [[{"role": "user", "content": json.loads(line)["turns"][0]}] for line in lines]
+    prompts = [[{"role": "user", "content": text}] for text in read_prompts(args.prompts, args.limit)]
     results = []
     for name in args.methods.split(","):
         decoder = specdec.load(args.target, draft=args.draft, method=name, **options.get(name, {}))

@@ -41,15 +41,13 @@ class KVCache:
         row: Tensor | slice = slice(None)
         if isinstance(entries, Tensor):
             row = torch.arange(keys.shape[0], device=keys.device)[:, None]
-        self.data[layer][row, entries] = keys
-        self.data[self.layers + layer][row, entries] = values
+        own_keys, own_values = self.planes(layer)
+        own_keys[row, entries], own_values[row, entries] = keys, values
 
     def read(self, layer: int, end: int) -> tuple[Tensor, Tensor]:
         """Keys and values of the first `end` entries [B, kv_heads, end, head_dim]: views, valid till the next write."""
-        return (
-            self.data[layer, :, :end].transpose(1, 2),
-            self.data[self.layers + layer, :, :end].transpose(1, 2),
-        )
+        keys, values = self.planes(layer)
+        return keys[:, :end].transpose(1, 2), values[:, :end].transpose(1, 2)
 
     def planes(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of all entries [B, entries + 1, kv_heads, head_dim], views."""

@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle.scripted import tree_of
+from oracle.scripted import situations, tree_of
 
 from specdec.decoder import Decoder
 from specdec.drafters.lm import LMDrafter
@@ -28,17 +28,6 @@ def test_text_is_plain_decodings(device: str, family: str) -> None:
     outputs = Decoder(model.to(device), drafter, Talon(8)).generate(prompts, max_new_tokens=8)
     assert [out.tokens for out in outputs] == expected
     assert any(round_.path for out in outputs for round_ in out.rounds)
-
-
-@st.composite
-def situations(draw):
-    """Rows of unequal length: entries cached, ids pending (the root the last of them), parents of tree nodes."""
-    rows = draw(st.integers(1, 3))
-    cached = [draw(st.integers(0, 7)) for _ in range(rows)]
-    pending = [draw(st.integers(1, 3)) for _ in range(rows)]
-    sizes = [draw(st.integers(0, 6)) for _ in range(rows)]
-    parents = [[draw(st.integers(-1, node - 1)) for node in range(size)] for size in sizes]
-    return cached, pending, parents
 
 
 @settings(max_examples=10)

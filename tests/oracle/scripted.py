@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor
 
 from specdec.drafters.eagle3 import Eagle3Drafter
@@ -182,3 +183,16 @@ def tree_of(parents: list[list[int]], tokens: list[list[int]] | None = None) -> 
         layer = Layer(parent, token, torch.zeros(len(parents), 1), exists.long(), none, exists.long() * 0)
         tree.append(layer, lambda ids: ids)
     return tree
+
+
+@st.composite
+def situations(draw) -> tuple[list[int], list[int], list[list[int]]]:
+    """Rows of unequal length: entries cached, ids pending (the root the last of them), parents of tree nodes."""
+    rows = draw(st.integers(1, 3))
+    cached = [draw(st.integers(0, 7)) for _ in range(rows)]
+    pending = [draw(st.integers(1, 3)) for _ in range(rows)]
+    parents = []
+    for _ in range(rows):
+        size = draw(st.integers(0, 6))
+        parents.append([draw(st.integers(-1, node - 1)) for node in range(size)])
+    return cached, pending, parents

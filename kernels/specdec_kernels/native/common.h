@@ -14,6 +14,13 @@
 #define SPECDEC_CLONES
 #endif
 
+// For what is inlined into functions that are compiled for several vector widths.
+#if defined(__GNUC__)
+#define SPECDEC_INLINE inline __attribute__((always_inline))
+#else
+#define SPECDEC_INLINE inline
+#endif
+
 namespace specdec {
 
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
@@ -23,6 +30,9 @@ inline float from_bits(uint32_t bits) {
   std::memcpy(&value, &bits, sizeof value);
   return value;
 }
+
+// The second argument if either is NaN: the instruction's own rule, so no more than one instruction.
+SPECDEC_INLINE float larger(float a, float b) { return a > b ? a : b; }
 
 struct BFloat16 {
   uint16_t bits;

@@ -75,15 +75,6 @@ class Best {
   float log_mu_, best_ = -kInfinity, bound_ = std::numeric_limits<float>::lowest();  // -inf is never kept
 };
 
-// The functions below are inlined into callers that are compiled for several vector widths.
-#if defined(__GNUC__)
-#define SPECDEC_INLINE inline __attribute__((always_inline))
-#else
-#define SPECDEC_INLINE inline
-#endif
-
-SPECDEC_INLINE float larger(float a, float b) { return a > b ? a : b; }  // b if a is NaN
-
 // `count` elements as a whole block of floats, filled up with -inf; fp32 is read in place.
 template <typename T>
 SPECDEC_INLINE const float* load_block(const T* data, int64_t count, float* buffer) {

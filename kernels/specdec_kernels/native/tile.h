@@ -13,12 +13,10 @@ constexpr int kLanes = 64;       // running values a tile; the result does not d
 // Asks for the floats that a loop over tiles comes to 2 KB after `x`: the machine's own prefetching ends at each page. What
 // lies behind the last row is not read.
 template <int kFloats>
-inline __attribute__((always_inline)) void prefetch(const float* x) {
+SPECDEC_INLINE void prefetch(const float* x) {
   for (int i = 0; i < kFloats; i += 16) __builtin_prefetch(x + 512 + i);
 }
 
-// The second argument if either is NaN: the instruction's own rule, so no more than one instruction.
-inline float larger(float a, float b) { return a > b ? a : b; }
 inline float smaller(float a, float b) { return a < b ? a : b; }
 
 // a * b + c with one rounding where vectors have that; elsewhere with two, since calling libm would cost far more.

@@ -43,8 +43,7 @@ def case(
         return found.margin if probabilities else found.logit_margin
 
     def check(results: Mapping[str, Any]) -> None:
-        two = (logits.double().softmax(-1) if probabilities else logits.double()).topk(2).values
-        expected = (two[..., 0] - two[..., 1]).float()
+        expected = lead(logits.double().softmax(-1) if probabilities else logits.double()).float()
         for name, margin in results.items():
             # torch rounds to the dtype of the logits, and its sum over a row is some units off; ours is in fp32
             bound = 1e-5 if name == OURS else 1e-4 + 8 * torch.finfo(dtype).eps
@@ -56,14 +55,18 @@ def case(
     return Case(shape, (logits,), {OURS: ours, **peers}, check, logits.numel() * logits.element_size())
 
 
-def softmax_topk(logits: Tensor) -> Tensor:
-    two = torch.softmax(logits, dim=-1).topk(2, dim=-1).values
+def lead(values: Tensor) -> Tensor:
+    """How far the largest of the last dimension is before the second, by top-2."""
+    two = values.topk(2, dim=-1).values
     return two[..., 0] - two[..., 1]
+
+
+def softmax_topk(logits: Tensor) -> Tensor:
+    return lead(torch.softmax(logits, dim=-1))
 
 
 def topk(logits: Tensor) -> Tensor:
-    two = logits.topk(2, dim=-1).values
-    return two[..., 0] - two[..., 1]
+    return lead(logits)
 
 
 def max_mask_max(logits: Tensor) -> Tensor:
