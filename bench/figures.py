@@ -48,15 +48,14 @@ def acceptance_table(reports: list[dict[str, Any]]) -> str:
 
 
 def resources_table(found: dict[str, Any]) -> str:
-    kernels = found["kernels"]
+    version, kernels = next(iter(found.items()))  # the newest comes first
     targets = list(dict.fromkeys(target for by_target in kernels.values() for target in by_target))
     rows = []
     for name, by_target in kernels.items():
         cells = [by_target.get(target) for target in targets]
         shown = [f"{cell['registers']} / {cell['shared'] / 1024:.3g}" if cell else "-" for cell in cells]
         rows.append([f"`{name}`", *shown])
-    versions = ", ".join(f"{name} {version}" for name, version in found["versions"].items())
-    return f"{versions}:\n\n{table(['kernel', *targets], rows)}"
+    return f"triton {version}:\n\n{table(['kernel', *targets], rows)}"
 
 
 def ops_table(found: dict[str, Any]) -> str:

@@ -1,4 +1,7 @@
-"""Compiles every kernel for every target and writes what it takes: bench/results/kernel_resources.json."""
+"""Compiles every kernel for every target and writes what it takes to bench/results/kernel_resources.json.
+
+Each version of Triton has its own part there, since each counts other registers; a run rewrites the installed one's.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +9,6 @@ import json
 from dataclasses import asdict
 from pathlib import Path
 
-import torch
 import triton
 from specdec_kernels import aot
 
@@ -18,8 +20,10 @@ def main() -> None:
         variant.name: {target: asdict(aot.resources(aot.compile_for(variant, target))) for target in aot.TARGETS}
         for variant in aot.variants()
     }
-    versions = {"triton": triton.__version__, "torch": torch.__version__}
-    OUT.write_text(json.dumps({"versions": versions, "kernels": kernels}, indent=1) + "\n")
+    found = json.loads(OUT.read_text()) if OUT.exists() else {}
+    found[triton.__version__] = kernels
+    newest_first = sorted(found, key=lambda version: [int(part) for part in version.split(".")[:2]], reverse=True)
+    OUT.write_text(json.dumps({version: found[version] for version in newest_first}, indent=1) + "\n")
     print(OUT)
 
 

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
+import triton
 from specdec_kernels import aot
 
 TABLE = Path(__file__).parents[2] / "bench/results/kernel_resources.json"
@@ -23,7 +24,10 @@ def test_resources(name: str, target: str) -> None:
     if VARIANTS[name].wide_loads:
         assert found.wide_loads > 0
     assert found.shared <= {"sm_80": 163, "sm_120": 99, "gfx942": 64}.get(target, 227) * 1024
-    known = json.loads(TABLE.read_text())["kernels"].get(name, {}).get(target)
-    assert known is not None, f"{name} on {target} is not in {TABLE.name}; write it with `make kernel-table`"
-    limit = 1.1 * known["registers"] + 4  # versions of Triton differ by a few registers
+    tables = json.loads(TABLE.read_text())
+    if triton.__version__ in tables:
+        tables = {triton.__version__: tables[triton.__version__]}
+    known = [table[name][target] for table in tables.values() if target in table.get(name, {})]
+    assert known, f"{name} on {target} is not in {TABLE.name}; write it with `make kernel-table`"
+    limit = 1.1 * max(entry["registers"] for entry in known) + 4
     assert found.registers <= limit, f"{asdict(found)} where {TABLE.name} has {known}"
