@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
@@ -15,33 +14,39 @@ from huggingface_hub.errors import HfHubHTTPError, StrictDataclassError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from specdec import cost
-from specdec.checkpoints.eagle3 import DAMAGE, is_head, load_eagle3, parse_config
+from specdec.checkpoints.files import CONFIG, DAMAGE, some
 from specdec.checkpoints.smollm2 import smollm2_folder
 from specdec.decoder import Decoder
-from specdec.drafters.eagle3 import Eagle3Drafter
 from specdec.drafters.lm import LMDrafter
-from specdec.methods import Method, make_growth, method
+from specdec.drafts import KINDS, LM, kind_of
+from specdec.methods import Method, make_growth, make_verifier, method
 from specdec.models import llama
-from specdec.models.eagle3 import default_taps
 from specdec.models.lm import CausalLM
-from specdec.models.packed import pack_linears
 from specdec.protocols import Drafter
 
 
 @dataclass(frozen=True)
 class Preset:
-    """A target with a draft that fits it, by one name."""
+    """A target with drafts that fit it, by one name.
+
+    Attributes:
+        drafts: folders by method, or by kind of draft (`drafts.KINDS`).
+    """
 
     description: str
     target: Callable[[], Path]
-    draft: Callable[[], Path]
+    drafts: Mapping[str, Callable[[], Path]]
+
+    def draft(self, chosen: Method) -> Path:
+        """The draft that this method usually takes."""
+        return next(self.drafts[name] for name in (chosen.name, *chosen.drafts) if name in self.drafts)()
 
 
 PRESETS: dict[str, Preset] = {
     "smollm2": Preset(
         "SmolLM2-135M-Instruct with an EAGLE-3 head that ships with this package; runs on any CPU",
         smollm2_folder,
-        lambda: Path(str(files("specdec") / "data" / "smollm2-eagle3")),
+        {"eagle3": lambda: Path(str(files("specdec") / "data" / "smollm2-eagle3"))},
     )
 }
 
@@ -73,26 +78,13 @@ def load(
         ValueError: what was given, what was expected, what to do.
     """
     chosen = _method(method, exact)
-    preset = PRESETS.get(target) if isinstance(target, str) else None
-    if preset is not None:
-        target = preset.target()
-        draft = preset.draft() if draft is None and chosen.drafts else draft
-    if chosen.drafts and draft is None:
-        raise ValueError(
-            f"method {chosen.name!r} needs {chosen.needs}; give draft=<folder, Hub id or model>, or a target that is a "
-            f"preset and brings one: {', '.join(PRESETS)}"
-        )
-    if chosen.drafts:
-        _check_source(draft, "draft", (PreTrainedModel, Drafter))
-    make_growth(chosen, options, plan=None)  # a wrong option is refused before anything is loaded
+    chosen.check(options)  # before anything is loaded
+    source = draft_source(target, draft, chosen)
+    if source is not None:
+        _check_source(source, "draft", (PreTrainedModel, Drafter))
     lm, tokenizer = load_target(target, device, dtype, tokenizer)
-    drafter = load_draft(draft, lm, chosen, tokenizer) if chosen.drafts else None
-    curve, plan = cost.planned(lm, drafter)
-    decoder = Decoder(
-        lm, drafter, make_growth(chosen, options, plan), tokenizer=tokenizer, method=chosen.name, exact=exact
-    )
-    decoder.plain_step_seconds = curve.at(1) if curve else None
-    return decoder
+    drafter = None if source is None else load_draft(source, lm, chosen, tokenizer)
+    return assemble(chosen, options, lm, drafter, tokenizer, exact)
 
 
 def _method(name: str, exact: bool) -> Method:
@@ -102,6 +94,40 @@ def _method(name: str, exact: bool) -> Method:
     return chosen
 
 
+def draft_source(target: Any, draft: Any, chosen: Method) -> Any:
+    """What the method drafts with: what was given, else the preset's own; None for a method without a draft.
+
+    Raises:
+        ValueError: it needs one, and there is none.
+    """
+    if not chosen.drafts:
+        return None
+    if draft is None and isinstance(target, str) and target in PRESETS:
+        return PRESETS[target].draft(chosen)
+    if draft is None:
+        raise ValueError(
+            f"method {chosen.name!r} needs {chosen.needs}; give draft=<folder, Hub id or model>, or a target that is a "
+            f"preset and brings one: {', '.join(PRESETS)}"
+        )
+    return draft
+
+
+def assemble(
+    chosen: Method,
+    options: dict[str, Any],
+    target: CausalLM,
+    drafter: Drafter | None,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    exact: bool = False,
+) -> Decoder:
+    """The decoder of a method over models that are loaded; tree sizes follow from the cost curve on a CPU."""
+    curve, plan = cost.planned(target, drafter)
+    growth, verifier = make_growth(chosen, options, plan), make_verifier(chosen, options, target)
+    decoder = Decoder(target, drafter, growth, verifier, tokenizer, method=chosen.name, exact=exact)
+    decoder.plain_step_seconds = curve.at(1) if curve else None
+    return decoder
+
+
 def load_target(
     target: str | Path | PreTrainedModel,
     device: str | torch.device | None = None,
@@ -109,16 +135,18 @@ def load_target(
     tokenizer: PreTrainedTokenizerBase | None = None,
 ) -> tuple[CausalLM, PreTrainedTokenizerBase | None]:
     """The target and its tokenizer; a model that is loaded here for a CPU runs through the lean forward if it can."""
+    if isinstance(target, str) and target in PRESETS:
+        target = PRESETS[target].target()
     if isinstance(target, PreTrainedModel):
         if device is not None or dtype is not None:
             raise ValueError("device and dtype belong to models that are loaded; the target is a model object already")
         return CausalLM(target.eval()), tokenizer
     _check_source(target, "target", (PreTrainedModel,))
     folder = _folder(target, "target")
-    if is_head(folder):
+    if (kind := kind_of(folder)) != LM:
         raise ValueError(
-            f"the target {str(target)!r} is an EAGLE head, which only drafts; give it as the draft, and the language "
-            "model that it was trained for as the target"
+            f"the target {str(target)!r} is {KINDS[kind].needs}, which only drafts; give it as the draft, and the "
+            "language model that it was trained for as the target"
         )
     model = _load_lm(folder, device, dtype, "target")
     tokenizer = tokenizer or _load_tokenizer(folder, "pass tokenizer=...")
@@ -141,67 +169,18 @@ def load_draft(
     if not isinstance(draft, (str, Path)):
         return draft
     folder = _folder(draft, "draft")
-    config = _read_config(folder)
-    if not is_head(folder):
-        model = _load_lm(folder, target.device, target.dtype, "draft")
-        if tokenizer is not None:
-            _check_tokenizers(tokenizer, _load_tokenizer(folder, _ONLY_COMPARED))
-        lean = model.device.type == "cpu" and llama.supports(model) is None
-        return _lm_drafter(CausalLM(model, "draft", lean), target, chosen)
-    if "eagle3" not in chosen.drafts:
-        raise ValueError(f"{draft} is an EAGLE-3 head, but method {chosen.name!r} needs {chosen.needs}")
-    head = load_eagle3(
-        folder,
-        embed_tokens=target.embed_tokens,
-        lm_head_weight=target.output_embedding() if config.get("tie_word_embeddings") else None,
-        target_hidden_size=target.config.hidden_size,
-        vocab_size=target.vocab_size,
-        dtype=target.dtype,
-    ).to(target.device)
-    if target.device.type == "cpu" and target.dtype == torch.float32:
-        pack_linears(head)
-    taps = feature_taps(config, target.config.num_hidden_layers, head.config.num_features, folder)
-    return Eagle3Drafter(head, taps, _rank_acceptance(config, folder))
-
-
-def feature_taps(config: dict[str, Any], layers: int, count: int, folder: str | Path = "") -> tuple[int, ...]:
-    """The layers whose inputs a head reads: those its config names under specdec.taps, else EAGLE-3's rule.
-
-    Raises:
-        ValueError: ids that the target does not have, or not as many as the head's fc reads.
-    """
-    given = _own_list(config, "taps", folder)
-    taps = default_taps(layers) if given is None else tuple(given)
-    if not all(type(tap) is int for tap in taps):
-        raise ValueError(f"specdec.taps in {Path(folder, 'config.json')} is {given!r}; expected a list of layer ids")
-    if len(taps) != count or not all(0 <= tap <= layers for tap in taps):
-        raise ValueError(
-            f"the head reads {count} features, its taps are {taps}, and the target has {layers} layers; "
-            f"expected {count} ids from 0 to {layers} as specdec.taps in {Path(folder, 'config.json')}"
-        )
-    return taps
-
-
-def _rank_acceptance(config: dict[str, Any], folder: Path) -> tuple[float, ...] | None:
-    rates = _own_list(config, "rank_acceptance", folder)
-    if not rates:
-        return None
-    if not all(type(rate) in (int, float) and math.isfinite(rate) and 0 <= rate <= 1 for rate in rates):
-        raise ValueError(
-            f"specdec.rank_acceptance in {folder / 'config.json'} is {rates!r}; expected a list of chances from 0 to 1"
-        )
-    return tuple(rates)
-
-
-def _own_list(config: dict[str, Any], name: str, folder: str | Path) -> list[Any] | None:
-    """A list of what a head's config.json says under `specdec`; None if it says nothing."""
-    path, own = Path(folder, "config.json"), config.get("specdec", {})
-    if not isinstance(own, dict):
-        raise ValueError(f"specdec in {path} is {own!r}; expected an object, or no such field")
-    value = own.get(name)
-    if value is not None and not isinstance(value, list):
-        raise ValueError(f"specdec.{name} in {path} is {value!r}; expected a list, or no such field")
-    return value
+    if not (folder / CONFIG).is_file():
+        raise ValueError(f"{folder} has no {CONFIG}; expected {chosen.needs}")
+    kind = kind_of(folder)
+    if kind != LM:
+        if kind not in chosen.drafts:
+            raise ValueError(f"{draft} is {KINDS[kind].needs}, but method {chosen.name!r} needs {chosen.needs}")
+        return KINDS[kind].open(folder, target)
+    model = _load_lm(folder, target.device, target.dtype, "draft")
+    if tokenizer is not None:
+        _check_tokenizers(tokenizer, _load_tokenizer(folder, _ONLY_COMPARED))
+    lean = model.device.type == "cpu" and llama.supports(model) is None
+    return _lm_drafter(CausalLM(model, "draft", lean), target, chosen)
 
 
 def _lm_drafter(model: CausalLM, target: CausalLM, chosen: Method) -> LMDrafter:
@@ -257,22 +236,17 @@ def _check_tensors(info: dict[str, Any], source: str | Path, role: str) -> None:
     """transformers leaves missing tensors random and only logs it; tied ones and those it ignores are not listed."""
     complaints = []
     if missing := sorted(info["missing_keys"]):
-        complaints.append(f"lacks {_some(missing)}")
+        complaints.append(f"lacks {some(missing)}")
     if sizes := sorted(info["mismatched_keys"]):
         shapes = [f"{name} ({tuple(found)}, expected {tuple(wanted)})" for name, found, wanted in sizes]
-        complaints.append(f"has the wrong shape for {_some(shapes)}")
+        complaints.append(f"has the wrong shape for {some(shapes)}")
     if unexpected := sorted(info["unexpected_keys"]):
-        complaints.append(f"has {_some(unexpected)}, unknown to its architecture")
+        complaints.append(f"has {some(unexpected)}, unknown to its architecture")
     if complaints:
         raise ValueError(
             f"the {role} {str(source)!r} {' and '.join(complaints)}; it would write nonsense, so it is refused: "
             "compare its weights with its config.json, or download it again"
         )
-
-
-def _some(names: list[str], most: int = 6) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
 
 
 def choose_device(given: str | torch.device | None) -> torch.device:
@@ -340,10 +314,3 @@ def _folder(source: str | Path, role: str) -> Path:
         return Path(snapshot_download(name))
     except (OSError, ValueError, HfHubHTTPError) as error:
         raise ValueError(f"the {role} {name!r} is no folder here, and the Hub did not give it: {error}") from error
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    try:
-        return parse_config(folder / "config.json")
-    except FileNotFoundError:
-        raise ValueError(f"{folder} has no config.json; expected an EAGLE-3 head or a causal language model") from None

@@ -13,6 +13,8 @@ from specdec.rows import Rows
 from specdec.sampling import Noise, Sampler
 from specdec.tree import DraftTree, Layer
 
+FINAL = -1  # the tap that is the last hidden state behind the final norm; tap n, of n layers, is the one before it
+
 
 class Span(NamedTuple):
     """Features of consecutive positions, handed over once and stored by nobody.
@@ -40,7 +42,7 @@ class Drafter(Protocol):
     """Proposes: raw logits for the children of tree nodes.
 
     Attributes:
-        taps: layers of the target whose inputs it wants as features, `()` for none.
+        taps: layers of the target whose inputs it wants as features, or `FINAL`; `()` for none.
         vocab_size: Vd, its own vocabulary.
     """
 
@@ -92,7 +94,8 @@ class Verifier(Protocol):
         lossless: the text is distributed as the target's own.
     """
 
-    lossless: bool
+    @property
+    def lossless(self) -> bool: ...
 
     def start(self, rows: Rows, capacity: int) -> None:
         """Empties its models' caches for new rows and makes room for `capacity` entries a row."""

@@ -15,10 +15,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import specdec
-from specdec.checkpoints.eagle3 import is_head
 from specdec.drafters.eagle3 import Eagle3Drafter
 from specdec.drafters.lm import LMDrafter
-from specdec.loading import feature_taps, load_draft, load_target
+from specdec.drafts import feature_taps, kind_of
+from specdec.loading import load_draft, load_target
 from specdec.methods import make_growth, method
 from specdec.models.eagle3 import default_taps
 
@@ -155,7 +155,7 @@ def test_a_head_without_draft_vocab_size(folders: Folders, form: str) -> None:
 
 
 def test_kinds(folders: Folders) -> None:
-    assert [is_head(folder) for folder in folders] == [False, False, True]
+    assert [kind_of(folder) for folder in folders] == ["lm", "lm", "eagle3"]
     assert isinstance(load_role(folders, "draft"), LMDrafter)
 
 
@@ -172,7 +172,7 @@ def test_eagle1_and_speculators_get_their_message(folders: Folders) -> None:
 
 def test_a_head_as_the_target(folders: Folders) -> None:
     with pytest.raises(
-        ValueError, match=r"the target '.*head' is an EAGLE head, which only drafts; give it as the draft"
+        ValueError, match=r"the target '.*head' is an EAGLE-3 head, which only drafts; give it as the draft"
     ):
         load_target(folders.head, "cpu")
 

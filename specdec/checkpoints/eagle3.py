@@ -12,18 +12,23 @@ shapes); ``num_attention_heads`` (from head_dim); ``rms_norm_eps`` (1e-6); ``max
 """
 
 import json
-import pickle
-from collections.abc import Callable, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from specdec.checkpoints.files import (
+    CONFIG,
+    check_counts,
+    read_config,
+    read_weights,
+    refuse_names,
+    refuse_shapes,
+    write_weights,
+)
 from specdec.models.eagle3 import Eagle3Config, Eagle3Head
-
-WEIGHTS, OLD_WEIGHTS, CONFIG = "model.safetensors", "pytorch_model.bin", "config.json"
 
 # What marks a file of another dialect, and its name. They have converters of their own or none yet.
 _OTHER_DIALECTS = {
@@ -32,11 +37,14 @@ _OTHER_DIALECTS = {
     "transformer_layer_config": "the speculators format of vLLM",
 }
 _FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
+_COUNTS = ("num_attention_heads", "head_dim", "draft_vocab_size", "vocab_size", "target_hidden_size")
 
-# What reading a damaged weights file raises: safetensors; torch.load of a broken archive, of bytes that are none.
-DAMAGE = (SafetensorError, RuntimeError, pickle.UnpicklingError, EOFError, LookupError, ValueError, TypeError)
 
-_T = TypeVar("_T")
+def holds_eagle3(config: Mapping[str, Any], names: Collection[str]) -> bool:
+    """Whether a folder with this config.json and these tensors is an EAGLE-3 head, in whatever dialect."""
+    if "draft_vocab_size" in config or config.keys() & _OTHER_DIALECTS.keys():
+        return True
+    return any(name == "fc.weight" or name.startswith("midlayer.") for name in names)
 
 
 def load_eagle3(
@@ -65,11 +73,11 @@ def load_eagle3(
             a wrong d2t.
     """
     folder = Path(folder)
-    raw = _read_config(folder)
-    _check_numbers(raw, folder)
-    state = _read_weights(folder)
+    raw = read_config(folder, "an EAGLE-3 head")
+    check_counts(raw, _COUNTS, folder)
+    state = read_weights(folder)
     _refuse_other_dialects(raw, state, folder)
-    _refuse_unknown_names(state, folder)
+    refuse_names(state, _expected_names(), _OPTIONAL_NAMES, f"the EAGLE-3 head in {folder}")
     config = _config(raw, state, target_hidden_size, vocab_size, folder)
     d2t, t2d = draft_vocabulary_maps(state.get("d2t"), state.get("t2d"), config.draft_vocab_size, vocab_size)
     state |= {"d2t": d2t, "t2d": t2d}
@@ -79,7 +87,7 @@ def load_eagle3(
     if not own_embedding:
         _check_embedding(embed_tokens, config, folder)
     head = Eagle3Head(config, None if own_embedding else embed_tokens)
-    _check_shapes(state, head, folder)
+    refuse_shapes(state, head.state_dict(), f"the EAGLE-3 head in {folder}")
     head.load_state_dict(state)
     return head.to(dtype).requires_grad_(False).eval()
 
@@ -99,17 +107,9 @@ def save_eagle3(
         dtype: of the floating-point tensors in the file.
         extra: any JSON object, kept under the key ``specdec`` of config.json.
     """
-    from safetensors.torch import save_file
-
     folder = Path(folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    state = {
-        name: (tensor.to(dtype) if tensor.is_floating_point() else tensor).contiguous()
-        for name, tensor in head.state_dict().items()
-        if not (tied and name == "lm_head.weight")
-    }
-    save_file(state, folder / WEIGHTS, metadata={"format": "pt"})
-    (folder / WEIGHTS).chmod(0o644)  # safetensors writes for the owner alone; an installed head is for every user
+    kept = {name: t for name, t in head.state_dict().items() if not (tied and name == "lm_head.weight")}
+    write_weights(folder, kept, dtype)
     write_config(head.config, folder, tied=tied, extra=extra)
 
 
@@ -188,89 +188,6 @@ def _absolute(d2t: Tensor, t2d: Tensor | None, vocab_size: int) -> bool:
     return t2d is None or t2d.shape != (vocab_size,) or bool(t2d[d2t].all())
 
 
-def _read_config(folder: Path) -> dict[str, Any]:
-    path = folder / CONFIG
-    if not path.is_file():
-        what = f"no file {CONFIG} in {folder}" if folder.is_dir() else f"no folder {folder}"
-        raise FileNotFoundError(f"{what}; an EAGLE-3 head is a folder with {CONFIG} and {WEIGHTS}")
-    return parse_config(path)
-
-
-def parse_config(path: Path) -> dict[str, Any]:
-    """The JSON object in a file.
-
-    Raises:
-        ValueError: it is something else; the message names the file.
-    """
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:  # of the encoding, or of JSON
-        raise ValueError(f"{path} is not JSON in UTF-8: {error}; download or copy it again") from error
-    if not isinstance(found, dict):
-        raise ValueError(f"{path} holds {found!r:.80}; expected a JSON object")
-    return found
-
-
-def _check_numbers(raw: Mapping[str, Any], folder: Path) -> None:
-    """The fields that sizes are compared with or computed from."""
-    names = ("num_attention_heads", "head_dim", "draft_vocab_size", "vocab_size", "target_hidden_size")
-    for name in names:
-        value = raw.get(name)
-        if value is not None and (type(value) is not int or value < 1):
-            raise ValueError(f"{name} in {folder / CONFIG} is {value!r}; expected a positive integer")
-
-
-def is_head(folder: Path) -> bool:
-    """Whether a folder holds an EAGLE head (also of a dialect that is not read here) and not a language model.
-
-    Raises:
-        ValueError: its config.json or its weights cannot be read.
-    """
-    config = parse_config(folder / CONFIG) if (folder / CONFIG).is_file() else {}
-    if "draft_vocab_size" in config or config.keys() & _OTHER_DIALECTS.keys():
-        return True
-    return any(name == "fc.weight" or name.startswith("midlayer.") for name in _weight_names(folder))
-
-
-def _weight_names(folder: Path) -> list[str]:
-    """Names of the tensors of a folder whose weights are one file; none for any other folder."""
-    if (folder / WEIGHTS).is_file():
-        return _undamaged(_safetensors_names, folder / WEIGHTS)
-    if (folder / OLD_WEIGHTS).is_file():
-        return list(_undamaged(_load_bin, folder / OLD_WEIGHTS))
-    return []
-
-
-def _safetensors_names(path: Path) -> list[str]:
-    with safe_open(path, "pt") as file:
-        return list(file.keys())
-
-
-def _load_bin(path: Path) -> dict[str, Tensor]:
-    with path.open("rb") as file:
-        archive = file.read(2) == b"PK"  # torch's old format cannot be mapped
-    return dict(torch.load(path, map_location="cpu", weights_only=True, mmap=archive))
-
-
-def _undamaged(read: Callable[[Path], _T], path: Path) -> _T:
-    try:
-        return read(path)
-    except DAMAGE as error:
-        told = " ".join(str(error).split())[:200] or type(error).__name__
-        raise ValueError(f"{path} is damaged or no weights file ({told}); download or copy it again") from error
-
-
-def _read_weights(folder: Path) -> dict[str, Tensor]:
-    if (folder / WEIGHTS).is_file():
-        from safetensors.torch import load_file
-
-        return _undamaged(load_file, folder / WEIGHTS)
-    if (folder / OLD_WEIGHTS).is_file():
-        return _undamaged(_load_bin, folder / OLD_WEIGHTS)
-    found = ", ".join(sorted(path.name for path in folder.iterdir()))
-    raise FileNotFoundError(f"neither {WEIGHTS} nor {OLD_WEIGHTS} in {folder}, which holds: {found}")
-
-
 def _refuse_other_dialects(raw: Mapping[str, Any], state: Mapping[str, Tensor], folder: Path) -> None:
     here = "expected SafeAILab's flat EAGLE-3 format (fc, midlayer.*, norm, lm_head, d2t, t2d)"
     for key, dialect in _OTHER_DIALECTS.items():
@@ -293,19 +210,6 @@ def _expected_names() -> set[str]:
 
 
 _OPTIONAL_NAMES = {"lm_head.weight", "d2t", "t2d", "embed_tokens.weight"}
-
-
-def _refuse_unknown_names(state: Mapping[str, Tensor], folder: Path) -> None:
-    expected = _expected_names()
-    complaints = []
-    if missing := sorted(expected - state.keys()):
-        complaints.append(f"lacks {', '.join(missing)}")
-    if unknown := sorted(state.keys() - expected - _OPTIONAL_NAMES):
-        complaints.append(f"has {', '.join(unknown)}, unknown to the format")
-    if complaints:
-        raise ValueError(
-            f"the EAGLE-3 head in {folder} {' and '.join(complaints)}; it would draft nonsense, so it is refused"
-        )
 
 
 def _config(
@@ -392,13 +296,3 @@ def _check_embedding(embed_tokens: nn.Embedding | None, config: Eagle3Config, fo
             f"the head in {folder} reads token embeddings of {expected}, but the target's are {given}; "
             "a head of another width needs embed_tokens.weight in its own checkpoint"
         )
-
-
-def _check_shapes(state: Mapping[str, Tensor], head: nn.Module, folder: Path) -> None:
-    wrong = [
-        f"{name} is {tuple(state[name].shape)}, expected {tuple(tensor.shape)}"
-        for name, tensor in head.state_dict().items()
-        if state[name].shape != tensor.shape
-    ]
-    if wrong:
-        raise ValueError(f"the EAGLE-3 head in {folder} does not fit together: {'; '.join(wrong)}")

@@ -51,7 +51,7 @@ def diagnose(
         lm, tokenizer = load_target(preset.target() if preset else target, device, dtype)
         found["target"] = _about_target(lm, chat=tokenizer is not None and tokenizer.chat_template is not None)
         found["machine"] = _machine(lm.device)
-        source = draft or (preset.draft() if preset else None)
+        source = draft or (preset.draft(METHODS["talon"]) if preset else None)
         if source is not None:
             drafter = load_draft(source, lm, METHODS["talon"], tokenizer)
         found["draft"] = _about_draft(drafter, source)

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Annotated, Any, get_type_hints
+from typing import Annotated, Any
 
 import typer
 from typer.core import TyperGroup
@@ -140,17 +140,17 @@ def method_options(name: str, pairs: Sequence[str]) -> dict[str, Any]:
     Raises:
         ValueError: an unknown method or option, a value of the wrong type or out of range.
     """
-    from specdec.methods import make_growth, method
+    from specdec.methods import method
 
     chosen = method(name)
-    types = get_type_hints(chosen.growth) if chosen.growth else {}
+    types = chosen.option_types
     options = {}
     for pair in pairs:
         key, sign, text = pair.partition("=")
         if not (key and sign):
             raise ValueError(f"--set {pair}: expected key=value")
         options[key] = _value(f"{name}: {key}", text, types.get(key, object))
-    make_growth(chosen, options, plan=None)
+    chosen.check(options)
     return options
 
 

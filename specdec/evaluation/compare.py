@@ -17,7 +17,6 @@ import transformers
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from specdec import cost
 from specdec.decoder import Decoder
 from specdec.evaluation.contenders import (
     AR,
@@ -34,8 +33,8 @@ from specdec.evaluation.contenders import (
     unpack,
 )
 from specdec.evaluation.exactness import TIE
-from specdec.loading import PRESETS, load_draft, load_target
-from specdec.methods import make_growth, method
+from specdec.loading import PRESETS, assemble, draft_source, load_draft, load_target
+from specdec.methods import method
 from specdec.models.llama import LeanLlama
 from specdec.models.lm import CausalLM
 from specdec.prompts import encode
@@ -283,23 +282,14 @@ def line_up(
         ValueError: as `specdec.load`, before anything is loaded where possible.
     """
     for name, options in methods.items():
-        make_growth(method(name), options, plan=None)
-    preset = PRESETS.get(str(target))
-    source = preset.target() if preset else target
-    if preset and draft is None:
-        draft = preset.draft()
-    needy = [method(name) for name in methods if method(name).drafts]
-    if needy and draft is None:
-        raise ValueError(
-            f"method {needy[0].name!r} needs {needy[0].needs}; give draft=<folder or Hub id>, or a target that is a "
-            f"preset and brings one: {', '.join(PRESETS)}"
-        )
+        method(name).check(options)
+    sources = {name: draft_source(target, draft, method(name)) for name in methods}
+    source = PRESETS[target].target() if target in PRESETS else target
     lm, tokenizer = load_target(source, device, dtype)
-    drafters: dict[tuple[str, ...], Drafter] = {}  # methods that take the same kinds of draft share one
-    for chosen in needy:
-        key = tuple(sorted(chosen.drafts))
-        if key not in drafters and draft is not None:
-            drafters[key] = load_draft(draft, lm, chosen, tokenizer)
+    drafters: dict[Any, Drafter | None] = {None: None}  # methods with the same draft share one
+    for name, own in sources.items():
+        if own not in drafters:
+            drafters[own] = load_draft(own, lm, method(name), tokenizer)
     model = plain_transformers(source, lm, lm.dtype)
     contenders: list[Contender] = [
         Transformers(HF, model),
@@ -315,12 +305,8 @@ def line_up(
         contenders.append(Ours(HF_MODULES, Decoder(model, tokenizer=tokenizer, eos_token_ids=eos), "factor"))
         contenders.append(Ours(UNPACKED, Decoder(unpacked, tokenizer=tokenizer), "factor"))
     for name in dict.fromkeys((AR, *methods)):
-        chosen = method(name)
-        drafter = drafters.get(tuple(sorted(chosen.drafts)))
-        _, plan = cost.planned(lm, drafter)
-        growth = make_growth(chosen, methods.get(name, {}), plan)
-        kind = "method" if name in methods else "baseline"
-        contenders.append(Ours(name, Decoder(lm, drafter, growth, tokenizer=tokenizer, method=name), kind))
+        decoder = assemble(method(name), methods.get(name, {}), lm, drafters[sources.get(name)], tokenizer)
+        contenders.append(Ours(name, decoder, "method" if name in methods else "baseline"))
     return Lineup(contenders, Judge(model, lm.eos_token_ids, lm.context), lm, tokenizer)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedModel
 
 from specdec.models.attention import Step
+from specdec.protocols import FINAL
 
 _NAME = "specdec_tree"
 # what some models hand to their attention to change its result: sinks, biases, caps, chosen entries
@@ -53,15 +54,16 @@ class HuggingFaceModel:
         self.dtype, self.device = model.dtype, model.device
 
     def run(self, ids: Tensor, step: Step, taps: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
-        """ids [B, T] to the last hidden state after the final norm [B, T, h], and the inputs of the layers `taps`."""
+        """ids [B, T] to the last hidden state after the final norm [B, T, h], and the features `taps`."""
         base = self.model.base_model
         mask = step.mask()
         if mask is None:  # a 4-D mask is what tells transformers to build none of its own
             mask = torch.ones(1, 1, 1, step.end, dtype=torch.bool, device=ids.device)
-        with self._attention(), _inputs_of(base, taps) as inputs:
+        with self._attention(), _inputs_of(base, [tap for tap in taps if tap != FINAL]) as inputs:
             out = base(
                 input_ids=ids, position_ids=step.positions, attention_mask=mask, use_cache=False, specdec_step=step
             )
+        inputs[FINAL] = out.last_hidden_state
         return out.last_hidden_state, [inputs[tap] for tap in taps]
 
     def head(self, hidden: Tensor) -> Tensor:
@@ -78,7 +80,7 @@ class HuggingFaceModel:
 
 
 @contextmanager
-def _inputs_of(base: nn.Module, taps: tuple[int, ...]) -> Iterator[dict[int, Tensor]]:
+def _inputs_of(base: nn.Module, taps: Sequence[int]) -> Iterator[dict[int, Tensor]]:
     """Catches the hidden states that enter the layers `taps`; tap n (the number of layers) is what the last gives."""
     inputs: dict[int, Tensor] = {}
     hooks = []

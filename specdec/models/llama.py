@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from specdec.models.attention import Step
 from specdec.models.packed import pack_linear
+from specdec.protocols import FINAL
 
 FAMILIES = ("llama", "mistral", "qwen2", "qwen3")
 
@@ -88,7 +89,7 @@ class LeanLlama:
         self.dtype, self.device = self.embed_tokens.weight.dtype, self.embed_tokens.weight.device
 
     def run(self, ids: Tensor, step: Step, taps: tuple[int, ...]) -> tuple[Tensor, list[Tensor]]:
-        """ids [B, T] to the last hidden state after the final norm [B, T, h], and the inputs of the layers `taps`."""
+        """ids [B, T] to the last hidden state after the final norm [B, T, h], and the features `taps`."""
         hidden = self.embed_tokens(ids)
         cos, sin = self.rotary(hidden, step.positions)
         half = cos.shape[-1] // 2
@@ -99,7 +100,8 @@ class LeanLlama:
                 inputs[layer.index] = hidden
             hidden = layer(hidden, cos, sin, step)
         inputs[len(self.layers)] = hidden
-        return _rms_norm(hidden, self.norm), [inputs[tap] for tap in taps]
+        inputs[FINAL] = _rms_norm(hidden, self.norm)
+        return inputs[FINAL], [inputs[tap] for tap in taps]
 
     def head(self, hidden: Tensor) -> Tensor:
         return self.lm_head(hidden)

@@ -37,7 +37,7 @@ class CausalLM:
 
     Attributes:
         name: its key in `Rows.cached`.
-        taps: layers whose inputs are the features (layer n = what the last one gives, before the final norm).
+        taps: layers whose inputs are the features (n, of n layers: what the last one gives), or `FINAL`.
         calls: forward passes so far.
         generation_config: the model's, or its config where it has none.
     """

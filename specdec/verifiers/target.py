@@ -7,6 +7,9 @@ lossless rule can: the sum over the tree's nodes of the target's path probabilit
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import ClassVar
+
 import torch
 from specdec_kernels import verify_walk
 from torch import Tensor
@@ -18,13 +21,12 @@ from specdec.sampling import Sampler
 from specdec.tree import DraftTree
 
 
+@dataclass
 class TargetVerifier:
     """Sample and match against one model."""
 
-    lossless = True
-
-    def __init__(self, target: CausalLM):
-        self.target = target
+    target: CausalLM
+    lossless: ClassVar[bool] = True
 
     def start(self, rows: Rows, capacity: int) -> None:
         self.target.start(rows, capacity)

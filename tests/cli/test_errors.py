@@ -116,7 +116,7 @@ def test_damaged_weights(specdec, folders, tmp_path, command: tuple[str, ...], r
 
 def test_head_as_the_target(specdec, folders) -> None:
     done = specdec("generate", "hello", target=folders.head, method="ar")
-    refused(done, f"the target '{folders.head}' is an EAGLE head, which only drafts; give it as the draft")
+    refused(done, f"the target '{folders.head}' is an EAGLE-3 head, which only drafts; give it as the draft")
 
 
 def test_another_models_tokenizer(specdec, tmp_path) -> None:
