@@ -35,10 +35,8 @@ def with_options(module: str, name: str) -> Callable[[Callable[..., None]], Call
 
 
 def _fields(module: str, name: str) -> list[inspect.Parameter]:
-    spec = find_spec(module)
-    assert spec is not None, module
-    source = ast.parse(Path(str(spec.origin)).read_text(encoding="utf-8"))
-    body = next(node.body for node in source.body if isinstance(node, ast.ClassDef) and node.name == name)
+    source, body, bases = _class(module, name)
+    inherited = [field for base in bases for field in _fields(_origin(source, base), base)]
     found = []
     for field, after in zip(body, [*body[1:], None], strict=True):
         if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.value is not None:
@@ -53,7 +51,22 @@ def _fields(module: str, name: str) -> list[inspect.Parameter]:
                     annotation=Annotated[hint, typer.Option(help=" ".join(doc.split()))],
                 )
             )
-    return found
+    return [*found, *inherited]
+
+
+def _class(module: str, name: str) -> tuple[ast.Module, list[ast.stmt], list[str]]:
+    """The source of a module, the body of one of its classes, and the names of that class's bases."""
+    spec = find_spec(module)
+    assert spec is not None, module
+    source = ast.parse(Path(str(spec.origin)).read_text(encoding="utf-8"))
+    found = next(node for node in source.body if isinstance(node, ast.ClassDef) and node.name == name)
+    return source, found.body, [base.id for base in found.bases if isinstance(base, ast.Name)]
+
+
+def _origin(source: ast.Module, name: str) -> str:
+    """The module that a source imports a name from."""
+    imports = (node for node in source.body if isinstance(node, ast.ImportFrom))
+    return next(str(node.module) for node in imports if name in [alias.name for alias in node.names])
 
 
 def _type(text: str) -> Any:

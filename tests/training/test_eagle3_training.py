@@ -9,15 +9,9 @@ from safetensors.torch import load_file
 
 from specdec.checkpoints.eagle3 import load_eagle3
 from specdec.training.data import read_rows
-from specdec.training.eagle3 import (
-    Eagle3Options,
-    WarmupStableDecay,
-    draft_vocabulary,
-    new_head,
-    train_eagle3,
-    training_order,
-)
+from specdec.training.eagle3 import Eagle3Options, draft_vocabulary, new_head, train_eagle3
 from specdec.training.export import export_eagle3, read_curve
+from specdec.training.trainer import WarmupStableDecay, training_order
 
 
 @pytest.fixture(scope="module")
@@ -132,7 +126,7 @@ def test_rows_are_added_pass_by_pass_greedy_ones_first(tokenizer, text):
 
 
 def test_bad_options_are_named_together():
-    with pytest.raises(ValueError, match=r"ttt_steps is 0.*batch_size is -1.*chain_fraction is 2"):
+    with pytest.raises(ValueError, match=r"batch_size is -1.*ttt_steps is 0.*chain_fraction is 2"):
         Eagle3Options(ttt_steps=0, batch_size=-1, chain_fraction=2)
 
 
