@@ -34,7 +34,7 @@ def test_every_example_is_run() -> None:
 def test_example_on_a_tiny_model(path: Path, one_thread, monkeypatch, tmp_path, capsys) -> None:
     folders = save_tiny(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setitem(PRESETS, "smollm2", Preset("a stand-in", lambda: folders.target, lambda: folders.draft))
+    monkeypatch.setitem(PRESETS, "smollm2", Preset("a stand-in", lambda: folders.target, {"lm": lambda: folders.draft}))
     capsys.readouterr()
     runpy.run_path(str(path), run_name="__main__")
     assert SHOWN[path.name] in capsys.readouterr().out

@@ -120,7 +120,7 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path):
     """The command with two cells on a random model, and a preset that is tiny too."""
     folders = save_tiny(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setitem(PRESETS, "smollm2", Preset("a stand-in", lambda: folders.target, lambda: folders.head))
+    monkeypatch.setitem(PRESETS, "smollm2", Preset("a stand-in", lambda: folders.target, {"eagle3": lambda: folders.head}))
     cells = [Cell("llama", "ar", max_new_tokens=6), Cell("llama", "talon", "head", {"budget": 8}, max_new_tokens=6)]
     monkeypatch.setattr(exactness, "random_grid", lambda quick: cells)
     monkeypatch.setattr(
@@ -181,6 +181,6 @@ def test_the_command_without_the_preset(small, monkeypatch: pytest.MonkeyPatch) 
     def missing():
         raise FileNotFoundError("not installed")
 
-    monkeypatch.setitem(PRESETS, "smollm2", Preset("absent", missing, missing))
+    monkeypatch.setitem(PRESETS, "smollm2", Preset("absent", missing, {"eagle3": missing}))
     assert run().exit_code == 0
     assert json.loads((folder / "report.json").read_text())["preset_missing"] == "not installed"
