@@ -120,7 +120,8 @@ def small(monkeypatch: pytest.MonkeyPatch, tmp_path):
     """The command with two cells on a random model, and a preset that is tiny too."""
     folders = save_tiny(tmp_path)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setitem(PRESETS, "smollm2", Preset("a stand-in", lambda: folders.target, {"eagle3": lambda: folders.head}))
+    drafts = {"eagle3": lambda: folders.head}
+    monkeypatch.setitem(PRESETS, "smollm2", Preset("a stand-in", lambda: folders.target, drafts))
     cells = [Cell("llama", "ar", max_new_tokens=6), Cell("llama", "talon", "head", {"budget": 8}, max_new_tokens=6)]
     monkeypatch.setattr(exactness, "random_grid", lambda quick: cells)
     monkeypatch.setattr(
