@@ -252,15 +252,16 @@ def random_grid(quick: bool = False) -> list[Cell]:
 def preset_grid(preset: str, prompts: int, quick: bool = False) -> list[Cell]:
     """Cells on a real model with its own head, 128 tokens a prompt.
 
-    Five prompts at a time, which is what two cores do best; the random models show that a row alone is the same, and
-    every budget meets every mu there at T > 0 too.
+    Five prompts at a time, which is what two cores do best; the random models show that a row alone is the same. At
+    T > 0 half of the prompts and two budgets: there too every budget meets every mu on the random models.
     """
     everything = methods((16,), (0.03,)) if quick else methods()
     sampled = everything if quick else methods((16, 60), (0.03,))
     return [
-        Cell(preset, method, "none" if method == "ar" else "head", options, sampling, prompts, 128, (5,))
+        Cell(preset, method, "none" if method == "ar" else "head", options, sampling, count, 128, (5,))
         for sampling in SAMPLINGS
-        for method, options in (everything if sampling["temperature"] == 0 else sampled)
+        for count, chosen in [(prompts, everything) if sampling["temperature"] == 0 else (-(-prompts // 2), sampled)]
+        for method, options in chosen
     ]
 
 
